@@ -1,0 +1,57 @@
+"""Package metadata; tool settings live in pyproject.toml, exact versions in constraints.txt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "gnmr_megatron/__init__.py").read_text())
+
+setup(
+    name="gnmr-megatron",
+    version=VERSION.group(1),
+    description="Stable low-precision LLM pretraining under runtime control, on megatron-core",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["gnmr_megatron", "gnmr_megatron.*"]),
+    package_data={"gnmr_megatron": ["py.typed"]},
+    install_requires=[
+        "torch>=2.11",
+        "megatron-core==0.16.1",  # the newest for Python 3.11; private names are used, so exact
+        "numpy>=1.26",
+        "psutil>=5.9",  # megatron-core's checkpoint save hangs without it and does not declare it
+        "sentencepiece>=0.2",
+        "tokenizers>=0.20",
+        "pyarrow>=15",
+        "zstandard>=0.22",
+        "wandb>=0.18",
+        "pyyaml>=6.0",
+        "jsonargparse[signatures]>=4.40",
+        "rich>=13.7",
+    ],
+    extras_require={
+        # megatron-core 0.16.1 pairs with Transformer Engine 2.9 to 2.11. NVIDIA apex is not on PyPI
+        # (the name belongs to another project): install it from source or use an NGC image.
+        "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
+        "dev": [
+            "hypothesis>=6.100",
+            "import-linter>=2.1",
+            "mypy>=1.15",
+            "pytest>=8.2",
+            "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "ruff>=0.12",
+            "types-PyYAML",
+        ],
+    },
+    entry_points={"console_scripts": ["gnmr-megatron=gnmr_megatron.cli.main:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+    ],
+)
