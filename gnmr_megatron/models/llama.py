@@ -1,0 +1,114 @@
+"""Build the LLaMA chunks of this rank on megatron-core's GPTModel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from torch import Tensor
+
+from gnmr_megatron.models.config import LlamaConfig
+from gnmr_megatron.models.initialization import initialize_weights
+from gnmr_megatron.models.layer_modules import RMSNorm
+from gnmr_megatron.models.layer_spec import llama_layer_spec
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def transformer_config(config: LlamaConfig, engine_fields: Mapping[str, Any]) -> TransformerConfig:
+    """The engine's configuration.
+
+    Args:
+        config: architecture.
+        engine_fields: further `TransformerConfig` fields: those of the parallel layout and of the device.
+    """
+    dtype = DTYPES[config.dtype]
+    return TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.query_groups,
+        layernorm_epsilon=config.norm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=config.init_std,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.dtype == "bf16",
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,  # needs apex or Transformer Engine
+        **engine_fields,
+    )
+
+
+def build_chunks(
+    config: LlamaConfig,
+    engine: TransformerConfig,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    seed: int,
+    device: torch.device,
+) -> list[GPTModel]:
+    """The model chunks of this rank: one, or as many as it has virtual pipeline stages.
+
+    Args:
+        config: architecture.
+        engine: from `transformer_config`.
+        vocab_size: size of the tokenizer's vocabulary; padded here.
+        sequence_length: longest sequence.
+        seed: seed of the initial weights.
+        device: where the weights live.
+    """
+    virtual_stages = engine.virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in range(virtual_stages) if virtual_stages else [None]:
+        where = {"ignore_virtual": stage is None, "vp_stage": stage}
+        num_layers = get_num_layers_to_build(engine, vp_stage=stage)
+        model = GPTModel(
+            engine,
+            TransformerBlockSubmodules([llama_layer_spec()] * num_layers, RMSNorm),
+            vocab_size=config.padded_vocab_size(vocab_size),
+            max_sequence_length=sequence_length,
+            pre_process=parallel_state.is_pipeline_first_stage(**where),
+            post_process=parallel_state.is_pipeline_last_stage(**where),
+            share_embeddings_and_output_weights=config.tie_embeddings,
+            position_embedding_type="rope",
+            rotary_base=config.rotary_base,
+            vp_stage=stage,
+        )
+        initialize_weights(model, config, seed=seed)
+        if model.post_process:
+            _mask_padded_logits(model, vocab_size)
+        chunks.append(model.to(device))
+    return chunks
+
+
+def _mask_padded_logits(model: GPTModel, vocab_size: int) -> None:
+    """Give padded vocabulary entries no probability; without this they would take part in the softmax."""
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    width = model.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
+    num_real = min(max(vocab_size - rank * width, 0), width)
+    if num_real == width:
+        return
+
+    def mask(_module: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Tensor | None]) -> Any:
+        logits, bias = output
+        is_padding = torch.arange(width, device=logits.device) >= num_real
+        return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min), bias
+
+    model.output_layer.register_forward_hook(mask)

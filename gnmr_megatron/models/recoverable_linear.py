@@ -1,0 +1,63 @@
+"""Megatron's column- and row-parallel linears, with a precision path that can change between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch import Tensor
+
+from gnmr_megatron.models.input_exchange import AllReduceExchange, SequenceExchange
+from gnmr_megatron.precision.linear import InputExchange, linear
+from gnmr_megatron.precision.paths import PrecisionPath
+
+EXACT = PrecisionPath("exact")
+
+
+class _Recoverable:
+    """What both linears share; the switchboard sets the attributes.
+
+    Attributes:
+        unit_id: global name of the unit.
+        path: precision path of the current step.
+        generator: noise for stochastic rounding; None for nearest.
+    """
+
+    unit_id: str = ""
+    path: PrecisionPath = EXACT
+    generator: torch.Generator | None = None
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
+        **_: Any,
+    ) -> Tensor:
+        exchange: InputExchange | None = None
+        if sequence_parallel:
+            exchange = SequenceExchange(tp_group)
+        elif allreduce_dgrad:
+            exchange = AllReduceExchange(tp_group)
+        output = linear(input, weight, self.path, exchange=exchange, generator=self.generator)
+        return output if bias is None else output + bias
+
+    def extra_repr(self) -> str:
+        """Unit and path, as shown by `print(model)`."""
+        return f"unit={self.unit_id}, path={self.path.name}"
+
+
+class RecoverableColumnLinear(_Recoverable, ColumnParallelLinear):
+    """Column-parallel linear on a precision path."""
+
+
+class RecoverableRowLinear(_Recoverable, RowParallelLinear):
+    """Row-parallel linear on a precision path."""
+
+
+RecoverableLinear = RecoverableColumnLinear | RecoverableRowLinear
