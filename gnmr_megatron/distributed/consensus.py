@@ -18,6 +18,7 @@ from gnmr_megatron.control.controller import Decision
 from gnmr_megatron.control.statistics import FloatArray
 from gnmr_megatron.distributed.ownership import OwnedGradient
 from gnmr_megatron.errors import ConsensusError
+from gnmr_megatron.models.input_exchange import all_gather_single
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def verify_decision(decision: Decision) -> None:
     if dist.get_backend() == "nccl":
         own = own.cuda()
     everyone = torch.empty(dist.get_world_size(), dtype=torch.int64, device=own.device)
-    dist.all_gather_into_tensor(everyone, own)
+    all_gather_single(everyone, own)
     fingerprints = everyone.tolist()
     common = Counter(fingerprints).most_common(1)[0][0]
     different = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != common]

@@ -1,8 +1,8 @@
 """Let megatron-core 0.16.1 run on CPU tensors over gloo.
 
-Each patch replaces something that can only raise on a machine without CUDA, or is seen by megatron-core alone,
-so torch behaves as before. Line numbers are those of the call sites in megatron-core 0.16.1. A TorchFunctionMode
-would not do: torch drops it while `Tensor.backward` runs, and it is local to a thread.
+Each patch replaces something that can only raise on a machine without CUDA, or is seen by megatron-core
+alone, so torch behaves as before. Line numbers are those of the call sites in megatron-core 0.16.1. A
+TorchFunctionMode would not do: torch drops it while `Tensor.backward` runs, and it is local to a thread.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _CPU = torch.device("cpu")
 # Called with a literal device="cuda" at:
 #   zeros   pipeline_parallel/schedules.py 596, 983, 2138; optimizer/clip_grads.py 103, 115, 174, 207;
 #           distributed/param_and_grad_buffer.py 768
-#   tensor  optimizer/optimizer.py 473, 481, 485, 907; optimizer/clip_grads.py 90; optimizer/grad_scaler.py 15, 88;
-#           rerun_state_machine.py 261, 265; tensor_parallel/data.py 37; utils.py 1207;
+#   tensor  optimizer/optimizer.py 473, 481, 485, 907; optimizer/clip_grads.py 90;
+#           optimizer/grad_scaler.py 15, 88; rerun_state_machine.py 261, 265; tensor_parallel/data.py 37; utils.py 1207;
 #           dist_checkpointing/strategies/state_dict_saver.py 204; models/common/embeddings/rope_utils.py 62
 #   ones    transformer/utils.py 35, 40
 #   empty, empty_like  dist_checkpointing/exchange_utils.py 98-110, 326
@@ -86,7 +86,7 @@ def _patch_moves() -> None:
     def stay(self: Any, *_: Any, **__: Any) -> Any:
         return self
 
-    torch.Tensor.cuda = stay  # type: ignore[assignment]
+    torch.Tensor.cuda = stay  # type: ignore[method-assign]
     torch.nn.Module.cuda = stay  # type: ignore[method-assign]
 
 
@@ -103,7 +103,7 @@ def _patch_type_names() -> None:
                 return _TYPE_NAMES[self.dtype]
         return real(self, *args, **kwargs)
 
-    torch.Tensor.type = tensor_type  # type: ignore[method-assign]
+    torch.Tensor.type = tensor_type  # type: ignore[assignment, method-assign]
 
 
 class _NoStream:
@@ -125,10 +125,11 @@ class _NoStream:
 
 
 def _patch_streams() -> None:
-    # current_device as device=...: tensor_parallel/mappings.py 91, 141, 148, 181, 442; tensor_parallel/layers.py
-    #   261, 552, 597, 607, 873, 899, 1197, 1218; p2p_communication.py 190-202, 313, 321; param_and_grad_buffer.py
-    #   783, 800, 806; rotary_pos_embedding.py 78, 162; distributed_data_parallel.py 230; distrib_optimizer.py 791,
-    #   1077; optimizer.py 1141; module.py 249; async_utils.py 165, 604; state_dict_saver.py 252
+    # current_device as device=...: tensor_parallel/mappings.py 91, 141, 148, 181, 442;
+    #   tensor_parallel/layers.py 261, 552, 597, 607, 873, 899, 1197, 1218; p2p_communication.py 190-202, 313,
+    #   321; param_and_grad_buffer.py 783, 800, 806; rotary_pos_embedding.py 78, 162;
+    #   distributed_data_parallel.py 230; distrib_optimizer.py 791, 1077; optimizer.py 1141; module.py 249;
+    #   async_utils.py 165, 604; state_dict_saver.py 252
     # synchronize: p2p_communication.py 242, 398; fully_parallel.py 272, 281; filesystem_async.py 230;
     #   async_utils.py 212; parallel_state.py 198
     # set_device: async_utils.py 488. Streams: param_and_grad_buffer.py 417, 422, 529;
@@ -171,8 +172,8 @@ def _patch_random() -> None:
 def _patch_torch_adam() -> None:
     """Make checkpoints of the DistributedOptimizer load where torch's AdamW is the optimizer.
 
-    Without Transformer Engine and apex, megatron-core 0.16.1 (a) asserts a common `step` before torch has made
-    one (distrib_optimizer.py 640), (b) looks for `step` among the loaded tensors (940), and (c) gives all
+    Without Transformer Engine and apex, megatron-core 0.16.1 (a) asserts a common `step` before torch has
+    made one (distrib_optimizer.py 640), (b) looks for `step` among the loaded tensors (940), and (c) gives all
     parameters one `step` tensor (830), so that AdamW counts a step once per parameter, silently.
     """
     from megatron.core.optimizer import distrib_optimizer as engine

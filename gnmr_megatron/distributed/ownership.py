@@ -31,9 +31,9 @@ def owned_gradients(
 ) -> list[OwnedGradient]:
     """The pieces that this rank contributes.
 
-    Tensor-parallel shards: each rank its own. Tensor-parallel duplicates: rank 0 of the group. Shared embeddings:
-    the first copy. Distributed optimizer: the data-parallel rank that holds the reduced shard. Plain DDP: rank 0
-    of the data-parallel group, since all hold the same reduced gradient.
+    Tensor-parallel shards: each rank its own. Tensor-parallel duplicates: rank 0 of the group. Shared
+    embeddings: the first copy. Distributed optimizer: the data-parallel rank that holds the reduced shard.
+    Plain DDP: rank 0 of the data-parallel group, since all hold the same reduced gradient.
 
     Args:
         chunks: DDP-wrapped model chunks of this rank.

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from gnmr_megatron.distributed.cpu_adapter import enable_cpu
 from gnmr_megatron.distributed.layout import ParallelLayout
@@ -34,9 +35,7 @@ def start_process_groups(layout: ParallelLayout, *, seed: int, timeout: timedelt
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(
-            backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1
-        )
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
         layout.tensor_model_parallel_size,
         layout.pipeline_model_parallel_size,

@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# torch 2.13 renamed them, and the old names warn
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class AllReduceExchange:
     """Every rank holds the whole input; partial input gradients are summed."""
@@ -36,7 +40,7 @@ class SequenceExchange:
         """All rows, in the order of the ranks."""
         whole = _rows_like(shard, shard.shape[0] * self._group.size())
         # bytes, because no backend promises each integer type
-        work = dist.all_gather_into_tensor(
+        work = all_gather_single(
             whole.view(torch.uint8),
             shard.contiguous().view(torch.uint8),
             group=self._group,
@@ -47,7 +51,7 @@ class SequenceExchange:
     def reduce(self, grad_input: Tensor) -> Callable[[], Tensor]:
         """This rank's rows of the sum over ranks."""
         rows = _rows_like(grad_input, grad_input.shape[0] // self._group.size())
-        work = dist.reduce_scatter_tensor(
+        work = reduce_scatter_single(
             rows, grad_input.contiguous(), group=self._group, async_op=True
         )
         return lambda: _after(work, rows)

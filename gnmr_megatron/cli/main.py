@@ -1,0 +1,61 @@
+"""Entry point: find the verb, run it, and turn expected errors into one clear message."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from gnmr_megatron import __version__
+from gnmr_megatron.errors import GnmrError
+
+# verb: (module with run(arguments) -> exit code, what it does)
+VERBS = {
+    "prepare-data": (
+        "gnmr_megatron.cli.prepare_data",
+        "turn text into a tokenizer and an indexed dataset",
+    ),
+    "train": (
+        "gnmr_megatron.cli.train",
+        "train a LLaMA under GNMR control, on one or many processes",
+    ),
+    "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
+}
+
+USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code: 0 done, 1 failed while running, 2 wrong usage or settings."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else USAGE_ERROR
+    if arguments[0] == "--version":
+        print(f"gnmr-megatron {__version__}")
+        return 0
+    verb = arguments[0]
+    if verb not in VERBS:
+        print(f"gnmr-megatron: unknown verb '{verb}'\n\n{_help()}", file=sys.stderr)
+        return USAGE_ERROR
+    try:
+        return int(importlib.import_module(VERBS[verb][0]).run(arguments[1:]))
+    except GnmrError as error:
+        print(f"gnmr-megatron {verb}: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        print(f"gnmr-megatron {verb}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _help() -> str:
+    lines = [
+        "usage: gnmr-megatron VERB ...",
+        "",
+        "Low-precision LLaMA pretraining under GNMR control. Verbs (each has a --help):",
+        "",
+        *(f"  {verb:14} {what}" for verb, (_, what) in VERBS.items()),
+        "",
+        "First run, from a clone: make quickstart",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,269 @@
+"""All settings of a run, and their validation as a whole; no torch, so that errors come at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gnmr_megatron.control.config import ControlConfig
+from gnmr_megatron.data.config import DataConfig
+from gnmr_megatron.distributed.layout import ParallelLayout
+from gnmr_megatron.errors import ConfigError, LayoutError
+from gnmr_megatron.models.config import LlamaConfig
+from gnmr_megatron.observability.config import TrackingConfig
+from gnmr_megatron.precision.config import PrecisionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW with linear warm-up and cosine decay.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the key.
+    """
+
+    lr: float = 3e-3
+    """Peak learning rate."""
+
+    min_lr_ratio: float = 0.1
+    """Final learning rate as a share of the peak."""
+
+    warmup_steps: int = 20
+    """Steps of linear warm-up."""
+
+    decay_steps: int | None = None
+    """Step at which the cosine ends; null for the last step of the run."""
+
+    weight_decay: float = 0.1
+    """Decoupled weight decay; not applied to norms."""
+
+    beta1: float = 0.9
+    """Decay of the first moment."""
+
+    beta2: float = 0.95
+    """Decay of the second moment."""
+
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+
+    clip_grad: float = 1.0
+    """Largest gradient norm of the whole model; 0 for no clipping."""
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "epsilon"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"optimizer.{key}: {getattr(self, key)} must be positive")
+        for key in ("warmup_steps", "weight_decay", "clip_grad"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"optimizer.{key}: {getattr(self, key)} must not be negative")
+        for key in ("beta1", "beta2"):
+            if not 0 <= getattr(self, key) < 1:
+                raise ConfigError(f"optimizer.{key}: {getattr(self, key)} must be in [0, 1)")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(f"optimizer.min_lr_ratio: {self.min_lr_ratio} must be in [0, 1]")
+        if self.decay_steps is not None and self.decay_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"optimizer.decay_steps: {self.decay_steps} must be above optimizer.warmup_steps"
+                f" ({self.warmup_steps})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    """How long to train, on which batches, and when to evaluate and save.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the key.
+    """
+
+    steps: int = 200
+    """Optimizer steps of the whole run, those before a resume included."""
+
+    global_batch_size: int = 16
+    """Sequences a step, over all replicas."""
+
+    micro_batch_size: int = 2
+    """Sequences a forward pass; the rest is gradient accumulation and pipelining."""
+
+    eval_interval: int = 100
+    """Evaluate on held-out text every so many steps, and at the end; 0 never."""
+
+    eval_samples: int = 64
+    """Held-out sequences of an evaluation, the same ones each time."""
+
+    checkpoint_interval: int = 100
+    """Save every so many steps, and at the end; 0 only at the end or on SIGTERM."""
+
+    max_skipped_steps: int = 10
+    """Stop after so many steps in a row whose loss or gradient was not finite."""
+
+    timeout_minutes: float = 30.0
+    """Give up on a collective after this time."""
+
+    def __post_init__(self) -> None:
+        for key in (
+            "steps",
+            "global_batch_size",
+            "micro_batch_size",
+            "eval_samples",
+            "max_skipped_steps",
+        ):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"train.{key}: {getattr(self, key)} must be at least 1")
+        for key in ("eval_interval", "checkpoint_interval"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"train.{key}: {getattr(self, key)} must not be negative")
+        if self.timeout_minutes <= 0:
+            raise ConfigError(f"train.timeout_minutes: {self.timeout_minutes} must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """All settings of a run."""
+
+    name: str = "run"
+    """Name of the run; its folder is `<runs_dir>/<name>`, with a number where that exists already."""
+
+    runs_dir: str = "runs"
+    """Where run folders lie."""
+
+    seed: int = 1234
+    """Seed of weights, data order and stochastic rounding."""
+
+    resume: str | None = None
+    """Run folder to go on with; `latest`: the newest of this name; `auto`: the same, or a new run if none."""
+
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelLayout = field(default_factory=ParallelLayout)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    gnmr: ControlConfig = field(default_factory=ControlConfig)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    train: TrainSettings = field(default_factory=TrainSettings)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name or self.name.startswith("."):
+            raise ConfigError(
+                f"name: '{self.name}' must be a folder name without '/' and leading '.'"
+            )
+
+    @property
+    def train_samples(self) -> int:
+        """Training sequences whose order is planned; fixed over a run, because it determines the order."""
+        return self.data.train_samples or self.train.steps * self.train.global_batch_size
+
+
+def validate(config: RunConfig, *, world_size: int, vocab_size: int) -> None:
+    """Check that the sections fit each other, the number of processes and the vocabulary.
+
+    Raises:
+        LayoutError: with one line for each thing that does not fit, and what to change.
+    """
+    replicas = config.parallel.data_parallel(world_size)
+    problems = [
+        *_layout_problems(config, vocab_size),
+        *_batch_problems(config, replicas),
+        *_precision_problems(config),
+        *_schedule_problems(config),
+    ]
+    if problems:
+        raise LayoutError("\n".join(problems))
+
+
+def _layout_problems(config: RunConfig, vocab_size: int) -> Iterator[str]:
+    model, layout = config.model, config.parallel
+    tensor = layout.tensor_model_parallel_size
+    divided = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.query_groups,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.hidden_size": model.hidden_size,
+        "the padded vocabulary (model.vocab_padding_multiple)": model.padded_vocab_size(vocab_size),
+    }
+    if layout.sequence_parallel:
+        divided["data.sequence_length (with parallel.sequence_parallel)"] = (
+            config.data.sequence_length
+        )
+    for key, value in divided.items():
+        if value % tensor:
+            yield (
+                f"{key}: {value} is not divisible by parallel.tensor_model_parallel_size ({tensor}); "
+                f"nearest that are: {_nearest(value, tensor)}"
+            )
+    chunks = layout.pipeline_model_parallel_size * (
+        layout.virtual_pipeline_model_parallel_size or 1
+    )
+    if model.num_layers % chunks:
+        yield (
+            f"model.num_layers: {model.num_layers} is not divisible by the {chunks} pipeline chunks (parallel."
+            "pipeline_model_parallel_size x parallel.virtual_pipeline_model_parallel_size); nearest that are: "
+            f"{_nearest(model.num_layers, chunks)}"
+        )
+
+
+def _batch_problems(config: RunConfig, replicas: int) -> Iterator[str]:
+    train, layout = config.train, config.parallel
+    a_round = train.micro_batch_size * replicas
+    if train.global_batch_size % a_round:
+        yield (
+            f"train.global_batch_size: {train.global_batch_size} is not divisible by {a_round} "
+            f"(train.micro_batch_size {train.micro_batch_size} x {replicas} replicas); nearest that are: "
+            f"{_nearest(train.global_batch_size, a_round)}"
+        )
+        return
+    microbatches, stages = train.global_batch_size // a_round, layout.pipeline_model_parallel_size
+    if layout.virtual_pipeline_model_parallel_size and microbatches % stages:
+        yield (
+            f"train.global_batch_size: makes {microbatches} microbatches, but the interleaved schedule needs a "
+            f"multiple of parallel.pipeline_model_parallel_size ({stages}); nearest batch sizes that do: "
+            f"{_nearest(train.global_batch_size, a_round * stages)}"
+        )
+    if train.eval_samples % a_round:
+        yield (
+            f"train.eval_samples: {train.eval_samples} is not divisible by {a_round} (train.micro_batch_size x "
+            f"replicas); nearest that are: {_nearest(train.eval_samples, a_round)}"
+        )
+
+
+def _precision_problems(config: RunConfig) -> Iterator[str]:
+    precision, tensor = config.precision, config.parallel.tensor_model_parallel_size
+    names = [name for name in (precision.low, precision.recovery) if name.startswith("saved_")]
+    if not names:
+        return
+    for operator, width in config.model.input_widths().items():
+        # row-parallel linears hold a part of each token, column-parallel ones all of it
+        held = width // tensor if operator in ("linear_proj", "linear_fc2") else width
+        if precision.granularity == "group" and held % precision.group_size:
+            yield (
+                f"precision.group_size: {precision.group_size} does not divide {held}, the width of the input of "
+                f"{operator} on a rank, as {names[0]} needs; possible: {_even_divisors(held)}, or another "
+                "precision.granularity"
+            )
+        elif held % 2 and "saved_int4" in names:
+            yield f"precision: saved_int4 packs two values a byte, but the input of {operator} is {held} wide"
+
+
+def _schedule_problems(config: RunConfig) -> Iterator[str]:
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.decay_steps is None and optimizer.warmup_steps >= steps:
+        yield (
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} must be below train.steps ({steps}), or set "
+            "optimizer.decay_steps"
+        )
+    planned = config.data.train_samples
+    if planned is not None and planned < steps * config.train.global_batch_size:
+        yield (
+            f"data.train_samples: {planned} is less than train.steps x train.global_batch_size "
+            f"({steps * config.train.global_batch_size}); raise it or set it to null"
+        )
+
+
+def _nearest(value: int, multiple: int) -> str:
+    below = value // multiple * multiple
+    return ", ".join(str(item) for item in (below, below + multiple) if item > 0)
+
+
+def _even_divisors(width: int) -> str:
+    divisors = [size for size in range(2, width + 1, 2) if width % size == 0]
+    return ", ".join(str(size) for size in divisors[-8:]) or "none"

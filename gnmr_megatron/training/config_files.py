@@ -1,0 +1,153 @@
+"""From YAML files and command-line overrides to a RunConfig."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from jsonargparse import ArgumentParser, set_parsing_settings
+
+from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.training.config import RunConfig
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+def run_parser(prog: str, *, description: str, epilog: str) -> ArgumentParser:
+    """A parser of all settings of a run; parse with `parse_run`."""
+    parser = ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=_HelpFormatter,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", action="config", help="YAML file of settings; later options override it"
+    )
+    parser.add_class_arguments(RunConfig, None)
+    return parser
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def parse_run(
+    parser: ArgumentParser, arguments: Sequence[str]
+) -> tuple[RunConfig, argparse.Namespace]:
+    """Read files and overrides.
+
+    A section may name another file (`model: ../models/llama_60m.yaml`, relative to the file that says so).
+
+    Raises:
+        ConfigError: with file and line where a file is wrong, a suggestion for an unknown key, and one line for
+            each value out of range.
+    """
+    for path in _config_paths(arguments):
+        _check_keys(Path(path), RunConfig, prefix="")
+    try:
+        parsed = parser.parse_args(list(arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError(_explain(str(error))) from error
+    values = parsed.as_dict()
+    sections, problems = {}, []
+    for name, section in _sections(RunConfig).items():
+        try:
+            sections[name] = section(**values[name])
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(problems))
+    scalars = {
+        f.name: values[f.name] for f in dataclasses.fields(RunConfig) if f.name not in sections
+    }
+    return RunConfig(**scalars, **sections), argparse.Namespace(**values)
+
+
+def write_config(config: RunConfig, path: Path) -> None:
+    """Write the resolved settings so that `--config` reads them back."""
+    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+
+
+def _sections(config_class: type) -> dict[str, type]:
+    hints = get_type_hints(config_class)
+    return {
+        f.name: hints[f.name]
+        for f in dataclasses.fields(config_class)
+        if dataclasses.is_dataclass(hints[f.name])
+    }
+
+
+def _config_paths(arguments: Sequence[str]) -> Iterator[str]:
+    for position, argument in enumerate(arguments):
+        if argument == "--config" and position + 1 < len(arguments):
+            yield arguments[position + 1]
+        elif argument.startswith("--config="):
+            yield argument.partition("=")[2]
+
+
+def _check_keys(path: Path, config_class: type, *, prefix: str) -> None:
+    """Refuse unknown keys of a file, and of the files that it names, with line and suggestion."""
+    try:
+        root = yaml.compose(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: must hold `key: value` settings")
+    _check_mapping(root, path, config_class, prefix=prefix)
+
+
+def _check_mapping(root: yaml.MappingNode, path: Path, config_class: type, *, prefix: str) -> None:
+    known = [f.name for f in dataclasses.fields(config_class)]
+    sections = _sections(config_class)
+    for key_node, value in root.value:
+        key, line = key_node.value, key_node.start_mark.line + 1
+        if key not in known:
+            raise ConfigError(
+                f"{path}:{line}: unknown key `{prefix}{key}`{_suggestion(key, known)}"
+            )
+        section = sections.get(key)
+        if section is None:
+            continue
+        if isinstance(value, yaml.MappingNode):
+            _check_mapping(value, path, section, prefix=f"{prefix}{key}.")
+        elif isinstance(value, yaml.ScalarNode) and value.value.endswith((".yaml", ".yml")):
+            _check_keys(path.parent / value.value, section, prefix=f"{prefix}{key}.")
+
+
+def _suggestion(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
+
+
+def _explain(message: str) -> str:
+    """Reword the parser's messages for keys and values given on the command line."""
+    unknown = re.search(r"(?:Unrecognized|unrecognized) arguments?: (--?)?([\w.]+)", message)
+    if unknown:
+        return f"unknown option --{unknown[2]}{_suggestion(unknown[2], _dotted_keys())}"
+    wrong = re.search(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
+    if wrong:
+        return f"{wrong[1]}: {' '.join(wrong[2].split())}".replace("typing.", "").replace(
+            "<class 'int'>", "int"
+        )
+    return message
+
+
+def _dotted_keys() -> list[str]:
+    sections: dict[str, Any] = _sections(RunConfig)
+    keys = [f.name for f in dataclasses.fields(RunConfig) if f.name not in sections]
+    for name, section in sections.items():
+        keys += [f"{name}.{f.name}" for f in dataclasses.fields(section)]
+    return keys

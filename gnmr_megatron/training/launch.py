@@ -1,0 +1,39 @@
+"""Start the processes of a run on this machine, as torchrun would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+def start_processes(arguments: Sequence[str], num_processes: int) -> int:
+    """Run `gnmr-megatron train` with these arguments on so many processes; returns the exit code."""
+    # two threads a process would fight over the cores that the processes share
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "gnmr_megatron", "train", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            sys.stderr.write(f"gnmr-megatron train: rank {rank} was killed by {name}\n")
+            return 128 - failure.exitcode
+        return int(failure.exitcode)  # the rank has said why
+    except SignalException:
+        return 0  # every rank was asked to save and stop
+    return 0

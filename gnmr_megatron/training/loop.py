@@ -1,0 +1,152 @@
+"""The loop: when to step, log, evaluate, save and stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from megatron.core import parallel_state
+
+from gnmr_megatron.control.units import UnitTable
+from gnmr_megatron.data.batches import Batch, TrainBatches
+from gnmr_megatron.distributed.consensus import verify_decision
+from gnmr_megatron.errors import DivergenceError
+from gnmr_megatron.training.checkpoint import Checkpointer
+from gnmr_megatron.training.config import TrainSettings
+from gnmr_megatron.training.evaluation import Evaluation
+from gnmr_megatron.training.interruption import Interruption
+from gnmr_megatron.training.recorder import RecordsRun
+from gnmr_megatron.training.state import TrainState
+from gnmr_megatron.training.step import StepResult, TrainStep
+
+FinishReason = Literal["completed", "signal"]
+
+
+@dataclass(frozen=True)
+class TrainingBatches:
+    """The microbatches of one step after the other, from the position where the run stands."""
+
+    source: TrainBatches
+    microbatches: int
+
+    @classmethod
+    def of(cls, dataset: Any, settings: TrainSettings, state: TrainState) -> TrainingBatches:
+        """This replica's share of the training set from `state.consumed_samples` on."""
+        replicas = parallel_state.get_data_parallel_world_size()
+        source = TrainBatches(
+            dataset,
+            micro_batch_size=settings.micro_batch_size,
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            data_parallel_size=replicas,
+            consumed_samples=state.consumed_samples,
+        )
+        return cls(source, settings.global_batch_size // (settings.micro_batch_size * replicas))
+
+    def next_step(self) -> list[Batch]:
+        """Microbatches of the coming step."""
+        return [next(self.source) for _ in range(self.microbatches)]
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A run that is set up: `train` takes it to its last step."""
+
+    settings: TrainSettings
+    check_interval: int
+    state: TrainState
+    step: TrainStep
+    batches: TrainingBatches
+    evaluation: Evaluation
+    checkpointer: Checkpointer
+    recorder: RecordsRun
+    units: UnitTable
+
+    def train(self) -> FinishReason:
+        """Train to the last step, or to the step after which a signal asked to stop.
+
+        Raises:
+            DivergenceError: too many steps in a row were not finite; names the units.
+            ConsensusError: ranks took different decisions.
+        """
+        stopped = False
+        saved_step = self.state.step
+        with Interruption() as interruption:
+            while self.state.step < self.settings.steps and not stopped:
+                result = self._one_step(stop_requested=interruption.is_requested)
+                stopped = result.batch.stop_requested
+                if self._is_due(self.settings.eval_interval) and not stopped:
+                    self.recorder.evaluation(self.state.step, self.evaluation())
+                if self._is_due(self.settings.checkpoint_interval) and not stopped:
+                    saved_step = self._save("periodic")
+            is_complete = self.state.step >= self.settings.steps
+            if (
+                is_complete
+                and self.settings.eval_interval
+                and not self._is_due(self.settings.eval_interval)
+            ):
+                self.recorder.evaluation(self.state.step, self.evaluation())
+            if saved_step != self.state.step:
+                self._save("final" if is_complete else "signal")
+        reason: FinishReason = "completed" if is_complete else "signal"
+        self.recorder.finish(self.state, reason=reason)
+        return reason
+
+    def _one_step(self, *, stop_requested: bool) -> StepResult:
+        started = time.perf_counter()
+        recovered = self.step.controller.recovery_set
+        number = self.state.step + 1
+        result = self.step(self.batches.next_step(), step=number, stop_requested=stop_requested)
+        self.state.step = number
+        self.state.consumed_samples += self.settings.global_batch_size
+        self.state.consumed_tokens += result.batch.tokens
+        if self.check_interval and number % self.check_interval == 0:
+            verify_decision(result.decision)
+        self.recorder.step(self.state, result, recovered, seconds=time.perf_counter() - started)
+        self._note_skip(result)
+        return result
+
+    def _note_skip(self, result: StepResult) -> None:
+        """Count steps that were not finite, tell about them, and stop when there are too many in a row."""
+        if result.updated:
+            self.state.skipped_in_a_row = 0
+            return
+        self.state.skipped_in_a_row += 1
+        broken = self._not_finite(result)
+        is_loss = not np.isfinite(result.batch.loss)
+        self.recorder.fault(
+            self.state.step,
+            kind="non_finite_loss" if is_loss else "non_finite_gradient",
+            units=broken,
+            message=f"{'loss' if is_loss else 'gradient'} is not finite: the step is skipped",
+        )
+        if self.state.skipped_in_a_row >= self.settings.max_skipped_steps:
+            self.recorder.finish(self.state, reason="diverged")
+            shown = ", ".join(broken[:5]) + (
+                f" and {len(broken) - 5} more" if len(broken) > 5 else ""
+            )
+            raise DivergenceError(
+                f"step {self.state.step}: loss or gradient was not finite for {self.state.skipped_in_a_row} steps "
+                f"in a row (train.max_skipped_steps); units with gradients that are not finite: "
+                f"{shown or 'none, the rest of the model'}. Resume from the last checkpoint with a lower "
+                "optimizer.lr or a higher gnmr.max_recovered"
+            )
+
+    def _not_finite(self, result: StepResult) -> list[str]:
+        return [
+            self.units.ids[index] for index in np.flatnonzero(~np.isfinite(result.norms.per_unit))
+        ]
+
+    def _is_due(self, interval: int) -> bool:
+        return interval > 0 and self.state.step % interval == 0
+
+    def _save(self, kind: Literal["periodic", "signal", "final"]) -> int:
+        self.recorder.checkpoint(self.state.step, self.checkpointer.save(self.state), kind=kind)
+        return self.state.step
+
+
+def as_ids(units: UnitTable, indices: Sequence[int]) -> list[str]:
+    """Unit ids of indices, in their order."""
+    return [units.ids[index] for index in indices]

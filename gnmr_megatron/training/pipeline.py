@@ -1,0 +1,123 @@
+"""The model over its pipeline: forward and backward of a batch, and the loss that all ranks know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from gnmr_megatron.data.batches import Batch
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """Mean loss of a batch over all ranks.
+
+    Attributes:
+        loss: mean cross-entropy in nats a token.
+        tokens: tokens it is the mean of.
+        stop_requested: whether any rank asked to stop.
+    """
+
+    loss: float
+    tokens: int
+    stop_requested: bool
+
+
+class PipelinedModel:
+    """Model chunks of this rank, run by megatron-core's schedule (none, 1F1B or interleaved).
+
+    Args:
+        chunks: DDP-wrapped model chunks.
+        sequence_length: tokens a sequence.
+        micro_batch_size: sequences a forward pass.
+        device: device of the chunks.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        *,
+        sequence_length: int,
+        micro_batch_size: int,
+        device: torch.device,
+    ) -> None:
+        self.chunks = list(chunks)
+        self._sequence_length, self._micro_batch_size = sequence_length, micro_batch_size
+        self._device = device
+        self._schedule = get_forward_backward_func()
+
+    def zero_grad_buffers(self) -> None:
+        """Forget the gradients of the last step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()  # type: ignore[operator]  # DDP's
+
+    def forward_backward(
+        self, batches: Sequence[Batch], *, stop_requested: bool = False
+    ) -> BatchLoss:
+        """Accumulate the gradients of this replica's microbatches, reduced over replicas.
+
+        Args:
+            batches: microbatches of this data-parallel rank.
+            stop_requested: this rank's wish to stop; travels with the loss, so that no collective is added.
+        """
+        return self._run(batches, forward_only=False, stop_requested=stop_requested)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> BatchLoss:
+        """Mean loss without gradients."""
+        for chunk in self.chunks:
+            chunk.eval()
+        try:
+            return self._run(batches, forward_only=True, stop_requested=False)
+        finally:
+            for chunk in self.chunks:
+                chunk.train()
+
+    def _run(
+        self, batches: Sequence[Batch], *, forward_only: bool, stop_requested: bool
+    ) -> BatchLoss:
+        iterators = [iter(batches) for _ in self.chunks]
+        reports = self._schedule(
+            forward_step_func=self._forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(batches),
+            seq_length=self._sequence_length,
+            micro_batch_size=self._micro_batch_size,
+            forward_only=forward_only,
+        )
+        return self._agree(reports, stop_requested=stop_requested)
+
+    def _forward_step(
+        self, iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[Tensor, Any]:
+        batch = next(iterator).to(self._device)
+        output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+
+        def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            total, tokens = (losses.float() * batch.loss_mask).sum(), batch.loss_mask.sum()
+            return total, tokens.int(), {"loss": torch.stack([total.detach(), tokens])}
+
+        return output, loss_function
+
+    def _agree(self, reports: Sequence[dict[str, Tensor]], *, stop_requested: bool) -> BatchLoss:
+        """Sum losses, tokens and wishes to stop over all ranks in one all-reduce."""
+        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+        speaks = (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+        if speaks:
+            for report in reports:
+                sums[:2] += report["loss"].double()
+        sums[2] = float(stop_requested)
+        dist.all_reduce(sums)
+        total, tokens, wishes = sums.tolist()
+        return BatchLoss(total / tokens if tokens else float("nan"), int(tokens), wishes > 0)

@@ -1,0 +1,287 @@
+"""Tell observers what happened: events to the log and the trackers, norms to the risk matrix."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from gnmr_megatron.control.controller import Decision
+from gnmr_megatron.control.schedules import value_at
+from gnmr_megatron.control.statistics import IntArray
+from gnmr_megatron.control.units import UnitTable
+from gnmr_megatron.observability.console import ConsoleTracker
+from gnmr_megatron.observability.event_log import EventLog
+from gnmr_megatron.observability.events import (
+    CheckpointEvent,
+    DecisionEvent,
+    EvaluationEvent,
+    FaultEvent,
+    FinishEvent,
+    SelectedUnit,
+    StartEvent,
+    StepEvent,
+)
+from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter
+from gnmr_megatron.observability.summary import as_dict, summarize
+from gnmr_megatron.observability.trackers import Tracker, TrackerGroup
+from gnmr_megatron.observability.wandb_tracker import WandbTracker
+from gnmr_megatron.training.checkpoint import SavedCheckpoint
+from gnmr_megatron.training.config import RunConfig
+from gnmr_megatron.training.evaluation import HeldOutLoss
+from gnmr_megatron.training.run_folder import RunFolder
+from gnmr_megatron.training.state import TrainState
+from gnmr_megatron.training.step import StepResult
+
+
+class RecordsRun(Protocol):
+    """What the loop tells; every rank calls it, one rank writes."""
+
+    folder: Path | None
+
+    def step(
+        self, state: TrainState, result: StepResult, recovered: IntArray, *, seconds: float
+    ) -> None:
+        """A step is done; `recovered` are the units that ran on the recovery path in it."""
+
+    def evaluation(self, step: int, result: HeldOutLoss) -> None:
+        """Held-out loss was measured."""
+
+    def checkpoint(self, step: int, saved: SavedCheckpoint, *, kind: str) -> None:
+        """A checkpoint was written."""
+
+    def fault(self, step: int, *, kind: str, message: str, units: Sequence[str] = ()) -> None:
+        """Something went wrong and was survived."""
+
+    def finish(self, state: TrainState, *, reason: str) -> None:
+        """The run ends."""
+
+    def close(self) -> None:
+        """Flush and let go of files and trackers."""
+
+
+class NullRecorder:
+    """Writes nothing: the recorder of all ranks but one."""
+
+    folder: Path | None = None
+
+    def step(
+        self, state: TrainState, result: StepResult, recovered: IntArray, *, seconds: float
+    ) -> None:
+        """Nothing."""
+
+    def evaluation(self, step: int, result: HeldOutLoss) -> None:
+        """Nothing."""
+
+    def checkpoint(self, step: int, saved: SavedCheckpoint, *, kind: str) -> None:
+        """Nothing."""
+
+    def fault(self, step: int, *, kind: str, message: str, units: Sequence[str] = ()) -> None:
+        """Nothing."""
+
+    def finish(self, state: TrainState, *, reason: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class RunRecorder:
+    """Writes the run folder: events.jsonl, risk_matrix.bin, units.json; and feeds console and W&B."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        units: UnitTable,
+        log: EventLog,
+        matrix: RiskMatrixWriter | None,
+        trackers: Tracker,
+        total_steps: int,
+    ) -> None:
+        self.folder: Path | None = folder
+        self._folder = folder
+        self._units, self._log, self._matrix, self._trackers = units, log, matrix, trackers
+        self._total_steps = total_steps
+        self._seconds = 0.0
+        self._last_selected: list[int] = []
+        self._last_loss = float("nan")
+
+    @classmethod
+    def open(
+        cls,
+        config: RunConfig,
+        folder: RunFolder,
+        units: UnitTable,
+        state: TrainState,
+        *,
+        world_size: int,
+        environment: Mapping[str, str],
+    ) -> RunRecorder:
+        """Open the files of a run, cut back to the step it resumes from, and announce the start."""
+        rows = [(unit.id, unit.layer, unit.operator) for unit in units]
+        events = folder.path / "events.jsonl"
+        has_norms = config.gnmr.mode != "disabled"
+        matrix = None
+        if folder.is_resumed:
+            log = EventLog.resume(events, state.step)
+            if has_norms:
+                matrix = RiskMatrixWriter.resume(folder.path, state.step, units=rows)
+        else:
+            log = EventLog(events)
+            if has_norms:
+                matrix = RiskMatrixWriter(folder.path, units=rows)
+        recorder = cls(
+            folder.path,
+            units=units,
+            log=log,
+            matrix=matrix,
+            trackers=TrackerGroup(_trackers(config, folder.path)),
+            total_steps=config.train.steps,
+        )
+        recorder._record(
+            StartEvent(
+                run=folder.path.name,
+                step=state.step + 1,
+                resumed_from=str(folder.checkpoints / f"step_{state.step:08d}")
+                if state.step
+                else None,
+                world_size=world_size,
+                layout=dataclasses.asdict(config.parallel),
+                num_units=len(units),
+                max_recovered=int(value_at(config.gnmr.max_recovered, state.step + 1)),
+                policy=config.gnmr.policy,
+                mode=config.gnmr.mode,
+                environment=dict(environment),
+            )
+        )
+        return recorder
+
+    def step(
+        self, state: TrainState, result: StepResult, recovered: IntArray, *, seconds: float
+    ) -> None:
+        """Write the step, its norms, and its decision where there is one to tell."""
+        decision, loss = result.decision, result.batch.loss
+        self._seconds += seconds
+        self._last_loss = loss
+        riskiest = int(np.argmax(decision.score)) if decision.score.size else None
+        self._record(
+            StepEvent(
+                step=state.step,
+                loss=loss,
+                grad_norm=result.norms.global_norm,
+                learning_rate=result.learning_rate,
+                tokens=state.consumed_tokens,
+                tokens_per_second=result.batch.tokens / seconds,
+                step_seconds=seconds,
+                control_seconds=result.control_seconds,
+                recovered=[self._units.ids[index] for index in recovered],
+                updated=result.updated,
+                riskiest_unit=None if riskiest is None else self._units.ids[riskiest],
+                riskiest_score=0.0 if riskiest is None else float(decision.score[riskiest]),
+                max_recovered=decision.max_recovered,
+                total_steps=self._total_steps,
+            )
+        )
+        self._decision(decision)
+        if self._matrix is not None:
+            self._matrix.append(
+                step=state.step,
+                updated=result.updated,
+                global_norm=result.norms.global_norm,
+                norms=result.norms.per_unit,
+                gnmr=decision.gnmr,
+                delta_gnmr=decision.delta_gnmr,
+                recovered=recovered,
+                selected=decision.selected,
+            )
+
+    def evaluation(self, step: int, result: HeldOutLoss) -> None:
+        """Write the held-out loss."""
+        self._record(
+            EvaluationEvent(
+                step=step,
+                loss=result.loss,
+                perplexity=result.perplexity,
+                tokens=result.tokens,
+                seconds=result.seconds,
+            )
+        )
+
+    def checkpoint(self, step: int, saved: SavedCheckpoint, *, kind: str) -> None:
+        """Write where the checkpoint lies."""
+        self._record(
+            CheckpointEvent(
+                step=step,
+                path=str(saved.path),
+                seconds=saved.seconds,
+                bytes=saved.num_bytes,
+                kind=kind,
+            )
+        )
+
+    def fault(self, step: int, *, kind: str, message: str, units: Sequence[str] = ()) -> None:
+        """Write what was survived."""
+        self._record(
+            FaultEvent(step=step, kind=kind, rank=None, units=list(units), message=message)
+        )
+
+    def finish(self, state: TrainState, *, reason: str) -> None:
+        """Write the end, with the summary of the run so far."""
+        self._record(
+            FinishEvent(
+                step=state.step,
+                reason=reason,
+                loss=self._last_loss,
+                seconds=self._seconds,
+                tokens=state.consumed_tokens,
+                summary=as_dict(summarize(self._folder)) if state.step else {},
+            )
+        )
+
+    def close(self) -> None:
+        """Close files and trackers."""
+        self._trackers.close()
+        self._log.close()
+        if self._matrix is not None:
+            self._matrix.close()
+
+    def _decision(self, decision: Decision) -> None:
+        selected = decision.selected.tolist()
+        if selected or self._last_selected:
+            self._record(
+                DecisionEvent(
+                    step=decision.step,
+                    selected=[
+                        SelectedUnit(
+                            unit=self._units.ids[index],
+                            gnmr=float(decision.gnmr[index]),
+                            delta_gnmr=float(decision.delta_gnmr[index]),
+                            score=float(decision.score[index]),
+                            lock=int(decision.lock[index]),
+                            reason=decision.reason(index),
+                        )
+                        for index in selected
+                    ],
+                )
+            )
+        self._last_selected = selected
+
+    def _record(self, event: object) -> None:
+        self._log.append(event)
+        self._trackers.record(event)
+
+
+def _trackers(config: RunConfig, folder: Path) -> list[Tracker]:
+    tracking = config.tracking
+    trackers: list[Tracker] = []
+    if tracking.console != "quiet":
+        trackers.append(ConsoleTracker(log_interval=tracking.log_interval))
+    if tracking.wandb_mode != "disabled":
+        trackers.append(
+            WandbTracker(folder, tracking, run_config=dataclasses.asdict(config), name=folder.name)
+        )
+    return trackers

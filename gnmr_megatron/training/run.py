@@ -1,0 +1,51 @@
+"""A run from settings to summary, on one rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+from gnmr_megatron.distributed.process_groups import stop_process_groups
+from gnmr_megatron.observability.summary import RunSummary, as_dict, render, summarize
+from gnmr_megatron.training.config import RunConfig
+from gnmr_megatron.training.setup import set_up
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What a finished run tells: its summary."""
+
+    summary: RunSummary
+
+    def as_text(self) -> str:
+        """For people."""
+        return render(self.summary)
+
+    def as_json(self) -> str:
+        """One JSON object on one line."""
+        return json.dumps(as_dict(self.summary))
+
+
+def train(config: RunConfig, *, quiet: bool = False) -> RunReport | None:
+    """Train to the end, or until a signal asks to stop.
+
+    Args:
+        config: all settings.
+        quiet: no console lines, whatever `tracking.console` says.
+
+    Returns:
+        The report on rank 0, None on others.
+
+    Raises:
+        GnmrError: alike on every rank.
+    """
+    if quiet:
+        config = replace(config, tracking=replace(config.tracking, console="quiet"))
+    trainer = set_up(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.recorder.close()  # no collectives: others may not answer any more
+    stop_process_groups()
+    folder = trainer.recorder.folder
+    return None if folder is None else RunReport(summarize(folder))

@@ -1,0 +1,303 @@
+"""From a RunConfig to a Trainer, in the order in which the parts need each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from gnmr_megatron.control.config import ControlConfig
+from gnmr_megatron.control.controller import Controller, DecidesRecovery, DisabledController
+from gnmr_megatron.control.units import UnitTable
+from gnmr_megatron.data.dataset import open_datasets, read_manifest
+from gnmr_megatron.distributed import engine_compat
+from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, RiskConsensus
+from gnmr_megatron.distributed.layout import ParallelLayout
+from gnmr_megatron.distributed.ownership import owned_gradients
+from gnmr_megatron.distributed.process_groups import gather_from_all, start_process_groups
+from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.models.discovery import discover_units, local_linears
+from gnmr_megatron.models.llama import DTYPES, build_chunks, transformer_config
+from gnmr_megatron.models.recoverable_linear import RecoverableLinear
+from gnmr_megatron.models.switchboard import Switchboard
+from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from gnmr_megatron.precision.paths import precision_path
+from gnmr_megatron.training.checkpoint import Checkpointer, latest_checkpoint
+from gnmr_megatron.training.config import RunConfig, validate
+from gnmr_megatron.training.config_files import write_config
+from gnmr_megatron.training.evaluation import Evaluation
+from gnmr_megatron.training.loop import Trainer, TrainingBatches
+from gnmr_megatron.training.optimizer import ClippingOptimizer, build_optimizer, build_scheduler
+from gnmr_megatron.training.pipeline import PipelinedModel
+from gnmr_megatron.training.recorder import NullRecorder, RecordsRun, RunRecorder
+from gnmr_megatron.training.run_folder import RunFolder, choose_run_folder
+from gnmr_megatron.training.state import TrainState
+from gnmr_megatron.training.step import TrainStep
+
+
+def set_up(config: RunConfig) -> Trainer:
+    """Join the process groups and build all parts of the run on this rank.
+
+    Raises:
+        GnmrError: settings, data or checkpoint do not fit; raised alike on every rank.
+    """
+    manifest = read_manifest(config.data)
+    validate(
+        config, world_size=int(os.environ.get("WORLD_SIZE", "1")), vocab_size=manifest.vocab_size
+    )
+    device = start_process_groups(
+        config.parallel, seed=config.seed, timeout=timedelta(minutes=config.train.timeout_minutes)
+    )
+    folder = _agree_on_folder(config)
+    engine = transformer_config(
+        config.model, {**config.parallel.engine_fields(), **engine_compat.device_fields(device)}
+    )
+    chunks = _wrap(
+        build_chunks(
+            config.model,
+            engine,
+            vocab_size=manifest.vocab_size,
+            sequence_length=config.data.sequence_length,
+            seed=config.seed,
+            device=device,
+        ),
+        engine,
+        config.parallel,
+    )
+    optimizer = build_optimizer(
+        chunks, config.optimizer, config.parallel, DTYPES[config.model.dtype]
+    )
+    scheduler = build_scheduler(optimizer, config.optimizer, steps=config.train.steps)
+    connect_engine(engine, chunks, optimizer, config.parallel)
+
+    linears = local_linears(chunks)
+    units = discover_units(linears, gather_from_all)
+    controller = _controller(config.gnmr, units)
+    switchboard = Switchboard(
+        units,
+        linears,
+        low=precision_path(config.precision.low, config.precision),
+        recovery=precision_path(config.precision.recovery, config.precision),
+        seed=config.seed,
+    )
+    checkpointer = Checkpointer(
+        folder.checkpoints,
+        chunks=chunks,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        controller=controller,
+        layout=config.parallel,
+        identity=_identity(config, units, manifest.tokenizer_fingerprint),
+    )
+    state, history_restarted = _resume(config, folder, checkpointer, controller)
+    switchboard.apply(controller.recovery_set, step=state.step + 1)
+
+    model = PipelinedModel(
+        chunks,
+        sequence_length=config.data.sequence_length,
+        micro_batch_size=config.train.micro_batch_size,
+        device=device,
+    )
+    datasets = open_datasets(
+        config.data,
+        train_samples=state.train_samples,
+        valid_samples=config.train.eval_samples,
+        seed=config.seed,
+    )
+    step = TrainStep(
+        model,
+        optimizer,
+        scheduler,
+        _norms(config.gnmr, chunks, optimizer, units, linears, device),
+        controller,
+        switchboard,
+    )
+    return Trainer(
+        settings=config.train,
+        check_interval=config.gnmr.check_interval,
+        state=state,
+        step=step,
+        batches=TrainingBatches.of(datasets.train, config.train, state),
+        evaluation=Evaluation.of(datasets.valid, config.train, model, switchboard),
+        checkpointer=checkpointer,
+        recorder=_recorder(config, folder, units, state, history_restarted=history_restarted),
+        units=units,
+    )
+
+
+def connect_engine(
+    engine: TransformerConfig,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: ClippingOptimizer,
+    layout: ParallelLayout,
+) -> None:
+    """Give the schedule what it calls: gradient finalisation and overlapped communication."""
+    engine.grad_scale_func = optimizer.engine.scale_loss
+    engine.finalize_model_grads_func = finalize_model_grads
+    if layout.overlap_grad_reduce:
+        engine.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+    if layout.overlap_param_gather:
+        engine.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions if len(functions) > 1 else functions[0]
+
+
+def _wrap(
+    chunks: Sequence[torch.nn.Module], engine: TransformerConfig, layout: ParallelLayout
+) -> list[DistributedDataParallel]:
+    """Mixed precision and data parallelism around the chunks; gradients accumulate in FP32."""
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_grad_reduce=layout.overlap_grad_reduce,
+        overlap_param_gather=layout.overlap_param_gather,
+    )
+    wrapped = []
+    for index, chunk in enumerate(chunks):
+        typed = Float16Module(engine, chunk) if engine.bf16 else chunk
+        wrapped.append(
+            DistributedDataParallel(engine, settings, typed, disable_bucketing=index > 0)
+        )
+    return wrapped
+
+
+def _agree_on_folder(config: RunConfig) -> RunFolder:
+    """Rank 0 picks the run folder and writes the settings there, before anything else happens in it."""
+    choice: RunFolder | Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            choice = choose_run_folder(Path(config.runs_dir), config.name, config.resume)
+            write_config(config, choice.path / "config.yaml")
+        except (OSError, ConfigError) as error:
+            choice = error
+    agreed = gather_from_all(choice)[0]
+    if isinstance(agreed, OSError):
+        raise ConfigError(f"runs_dir: {config.runs_dir} cannot be written: {agreed}")
+    if isinstance(agreed, Exception):
+        raise agreed
+    assert agreed is not None
+    return agreed
+
+
+def _controller(settings: ControlConfig, units: UnitTable) -> DecidesRecovery:
+    if settings.mode == "disabled":
+        return DisabledController(units)
+    try:
+        return Controller(settings, units, recorded=_recorded(settings))
+    except ValueError as error:
+        raise ConfigError(f"gnmr.trace: {settings.trace}: {error}") from error
+
+
+def _recorded(settings: ControlConfig) -> Mapping[int, Sequence[str]] | None:
+    """The unit ids that a recorded run selected after each step; step 0 stands for its first recovery set."""
+    if settings.policy != "replay":
+        return None
+    matrix = read_risk_matrix(Path(settings.trace or ""))
+    ids = np.array(matrix.units)
+    recorded = {
+        int(step): ids[row].tolist()
+        for step, row in zip(matrix.steps, matrix.selected, strict=True)
+    }
+    if len(matrix.steps):
+        recorded[int(matrix.steps[0]) - 1] = ids[matrix.recovered[0]].tolist()
+    return recorded
+
+
+def _norms(
+    settings: ControlConfig,
+    chunks: Sequence[torch.nn.Module],
+    optimizer: ClippingOptimizer,
+    units: UnitTable,
+    linears: Mapping[str, RecoverableLinear],
+    device: torch.device,
+) -> MeasuresNorms:
+    if settings.mode == "disabled":
+        return EngineNorm(optimizer.engine)
+    slots = {id(linear.weight): units.index(name) for name, linear in linears.items()}
+    owned = owned_gradients(chunks, optimizer.engine, slots, rest=len(units))
+    return RiskConsensus(owned, len(units), device)
+
+
+def _identity(config: RunConfig, units: UnitTable, tokenizer: str) -> dict[str, Any]:
+    model = {f"model.{key}": value for key, value in dataclasses.asdict(config.model).items()}
+    return {**model, "units": units.fingerprint, "tokenizer": tokenizer, "seed": config.seed}
+
+
+def _resume(
+    config: RunConfig, folder: RunFolder, checkpointer: Checkpointer, controller: DecidesRecovery
+) -> tuple[TrainState, bool]:
+    """The state to start from, and whether the history was restarted because the batch size changed."""
+    path = latest_checkpoint(folder.checkpoints) if folder.is_resumed else None
+    if path is None:
+        return TrainState(
+            train_samples=config.train_samples, global_batch_size=config.train.global_batch_size
+        ), False
+    state = checkpointer.load(path)
+    wanted = (
+        state.consumed_samples + (config.train.steps - state.step) * config.train.global_batch_size
+    )
+    if wanted > state.train_samples:
+        raise ConfigError(
+            f"train.steps: {config.train.steps} needs {wanted} training sequences, but the order of the run in "
+            f"{folder.path} was planned for {state.train_samples}; start such runs with data.train_samples set "
+            "high enough, or lower train.steps"
+        )
+    restarted = state.global_batch_size != config.train.global_batch_size
+    if restarted and isinstance(controller, Controller):
+        controller.restart_history()
+    state.global_batch_size = config.train.global_batch_size
+    return state, restarted
+
+
+def _recorder(
+    config: RunConfig,
+    folder: RunFolder,
+    units: UnitTable,
+    state: TrainState,
+    *,
+    history_restarted: bool,
+) -> RecordsRun:
+    if dist.get_rank() != 0:
+        return NullRecorder()
+    recorder = RunRecorder.open(
+        config, folder, units, state, world_size=dist.get_world_size(), environment=_environment()
+    )
+    if history_restarted:
+        recorder.fault(
+            state.step,
+            kind="history_restart",
+            message="train.global_batch_size changed, so gradient norms are not comparable: history starts anew",
+        )
+    return recorder
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron_core": version("megatron-core"),
+        "gnmr_megatron": version("gnmr-megatron"),
+        "numpy": np.__version__,
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else platform.processor() or "cpu",
+        "host": platform.node(),
+    }
