@@ -48,7 +48,8 @@ def run(arguments: Sequence[str]) -> int:
         if config.parallel.default_world_size > 1:
             from gnmr_megatron.training.launch import start_processes
 
-            return start_processes(arguments, config.parallel.default_world_size)
+            command = ("-m", "gnmr_megatron", "train", *arguments)
+            return start_processes(command, config.parallel.default_world_size)
     return _train(config, as_json=options.json)
 
 

@@ -60,7 +60,7 @@ def quantize(
 ) -> PackedTensor:
     """Round a tensor to codes: value = code * scale, with scale = amax / format.max.
 
-    A group that holds NaN or inf gets a scale that is not finite, so the damage is visible after `dequantize`.
+    A group that holds NaN or inf gets a scale that is not finite, so the damage shows after `dequantize`.
 
     Args:
         x: [..., width] floating point.

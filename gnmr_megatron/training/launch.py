@@ -12,8 +12,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
-def start_processes(arguments: Sequence[str], num_processes: int) -> int:
-    """Run `gnmr-megatron train` with these arguments on so many processes; returns the exit code."""
+def start_processes(python_arguments: Sequence[str], num_processes: int) -> int:
+    """Run `python ARGUMENTS` in so many processes that know of each other; returns the exit code."""
     # two threads a process would fight over the cores that the processes share
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     config = LaunchConfig(
@@ -26,12 +26,12 @@ def start_processes(arguments: Sequence[str], num_processes: int) -> int:
         monitor_interval=0.2,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "gnmr_megatron", "train", *arguments)
+        elastic_launch(config, sys.executable)(*python_arguments)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
-            sys.stderr.write(f"gnmr-megatron train: rank {rank} was killed by {name}\n")
+            sys.stderr.write(f"gnmr-megatron: rank {rank} was killed by {name}\n")
             return 128 - failure.exitcode
         return int(failure.exitcode)  # the rank has said why
     except SignalException:
