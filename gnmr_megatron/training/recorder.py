@@ -19,6 +19,7 @@ from gnmr_megatron.observability.events import (
     CheckpointEvent,
     DecisionEvent,
     EvaluationEvent,
+    Event,
     FaultEvent,
     FinishEvent,
     SelectedUnit,
@@ -26,7 +27,6 @@ from gnmr_megatron.observability.events import (
     StepEvent,
 )
 from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter
-from gnmr_megatron.observability.summary import as_dict, summarize
 from gnmr_megatron.observability.trackers import Tracker, TrackerGroup
 from gnmr_megatron.observability.wandb_tracker import WandbTracker
 from gnmr_megatron.training.checkpoint import SavedCheckpoint
@@ -100,12 +100,9 @@ class RunRecorder:
         log: EventLog,
         matrix: RiskMatrixWriter | None,
         trackers: Tracker,
-        total_steps: int,
     ) -> None:
         self.folder: Path | None = folder
-        self._folder = folder
         self._units, self._log, self._matrix, self._trackers = units, log, matrix, trackers
-        self._total_steps = total_steps
         self._seconds = 0.0
         self._last_selected: list[int] = []
         self._last_loss = float("nan")
@@ -122,25 +119,22 @@ class RunRecorder:
         environment: Mapping[str, str],
     ) -> RunRecorder:
         """Open the files of a run, cut back to the step it resumes from, and announce the start."""
-        rows = [(unit.id, unit.layer, unit.operator) for unit in units]
-        events = folder.path / "events.jsonl"
         has_norms = config.gnmr.mode != "disabled"
         matrix = None
         if folder.is_resumed:
-            log = EventLog.resume(events, state.step)
+            log = EventLog.resume(folder.path, state.step)
             if has_norms:
-                matrix = RiskMatrixWriter.resume(folder.path, state.step, units=rows)
+                matrix = RiskMatrixWriter.resume(folder.path, units, state.step)
         else:
-            log = EventLog(events)
+            log = EventLog(folder.path)
             if has_norms:
-                matrix = RiskMatrixWriter(folder.path, units=rows)
+                matrix = RiskMatrixWriter(folder.path, units)
         recorder = cls(
             folder.path,
             units=units,
             log=log,
             matrix=matrix,
             trackers=TrackerGroup(_trackers(config, folder.path)),
-            total_steps=config.train.steps,
         )
         recorder._record(
             StartEvent(
@@ -153,6 +147,7 @@ class RunRecorder:
                 layout=dataclasses.asdict(config.parallel),
                 num_units=len(units),
                 max_recovered=int(value_at(config.gnmr.max_recovered, state.step + 1)),
+                total_steps=config.train.steps,
                 policy=config.gnmr.policy,
                 mode=config.gnmr.mode,
                 environment=dict(environment),
@@ -180,10 +175,9 @@ class RunRecorder:
                 control_seconds=result.control_seconds,
                 recovered=[self._units.ids[index] for index in recovered],
                 updated=result.updated,
+                over_threshold=int(np.count_nonzero(decision.candidate & (decision.score > 1))),
                 riskiest_unit=None if riskiest is None else self._units.ids[riskiest],
                 riskiest_score=0.0 if riskiest is None else float(decision.score[riskiest]),
-                max_recovered=decision.max_recovered,
-                total_steps=self._total_steps,
             )
         )
         self._decision(decision)
@@ -238,7 +232,6 @@ class RunRecorder:
                 loss=self._last_loss,
                 seconds=self._seconds,
                 tokens=state.consumed_tokens,
-                summary=as_dict(summarize(self._folder)) if state.step else {},
             )
         )
 
@@ -270,7 +263,7 @@ class RunRecorder:
             )
         self._last_selected = selected
 
-    def _record(self, event: object) -> None:
+    def _record(self, event: Event) -> None:
         self._log.append(event)
         self._trackers.record(event)
 
@@ -281,7 +274,5 @@ def _trackers(config: RunConfig, folder: Path) -> list[Tracker]:
     if tracking.console != "quiet":
         trackers.append(ConsoleTracker(log_interval=tracking.log_interval))
     if tracking.wandb_mode != "disabled":
-        trackers.append(
-            WandbTracker(folder, tracking, run_config=dataclasses.asdict(config), name=folder.name)
-        )
+        trackers.append(WandbTracker(folder, tracking, run_config=dataclasses.asdict(config)))
     return trackers

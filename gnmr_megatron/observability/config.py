@@ -1,0 +1,43 @@
+"""Where a run is shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gnmr_megatron.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingConfig:
+    """Console and Weights & Biases; the run folder is always written.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the key.
+    """
+
+    console: Literal["lines", "quiet"] = "lines"
+    """`lines`: one line a step on the first rank; `quiet`: nothing but errors and the summary."""
+
+    log_interval: int = 1
+    """Console line every so many steps; the files get every step."""
+
+    wandb_mode: Literal["online", "offline", "disabled"] = "offline"
+    """`offline` writes W&B files into the run folder, for `wandb sync` later."""
+
+    wandb_project: str = "gnmr-megatron"
+    """W&B project."""
+
+    wandb_entity: str | None = None
+    """W&B team or user; null for the account's default."""
+
+    wandb_tags: list[str] = field(default_factory=list)
+    """W&B tags of the run."""
+
+    wandb_table_interval: int = 100
+    """Send the table of recovery decisions every so many steps, and at the end."""
+
+    def __post_init__(self) -> None:
+        for key in ("log_interval", "wandb_table_interval"):
+            if getattr(self, key) < 1:
+                raise ConfigError(f"tracking.{key}: {getattr(self, key)} must be at least 1")
