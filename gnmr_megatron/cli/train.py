@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
-from gnmr_megatron.data.dataset import read_manifest
+from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.training.config import RunConfig, validate
 from gnmr_megatron.training.config_files import parse_run, run_parser
 
@@ -43,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
         validate(
             config,
             world_size=config.parallel.default_world_size,
-            vocab_size=read_manifest(config.data).vocab_size,
+            vocab_size=describe_datasets(config.data).vocab_size,
         )
         if config.parallel.default_world_size > 1:
             from gnmr_megatron.training.launch import start_processes
@@ -54,6 +55,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _train(config: RunConfig, *, as_json: bool) -> int:
+    # what the engine warns of (old torch names, no apex) is handled; its lines would bury ours on every rank
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     # imported here: settings are checked before torch and megatron-core are loaded
     from gnmr_megatron.training.run import train
 

@@ -61,7 +61,8 @@ def parse_run(
     sections, problems = {}, []
     for name, section in _sections(RunConfig).items():
         try:
-            sections[name] = section(**values[name])
+            known = {f.name for f in dataclasses.fields(section)}
+            sections[name] = section(**{k: v for k, v in values[name].items() if k in known})
         except ConfigError as error:
             problems.append(str(error))
     if problems:

@@ -20,6 +20,7 @@ def start_processes(python_arguments: Sequence[str], num_processes: int) -> int:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_processes,
+        run_id=f"gnmr-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

@@ -25,7 +25,8 @@ from megatron.core.transformer.module import Float16Module
 from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.control.controller import Controller, DecidesRecovery, DisabledController
 from gnmr_megatron.control.units import UnitTable
-from gnmr_megatron.data.dataset import open_datasets, read_manifest
+from gnmr_megatron.data.dataset import open_datasets
+from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.distributed import engine_compat
 from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, RiskConsensus
 from gnmr_megatron.distributed.layout import ParallelLayout
@@ -57,10 +58,8 @@ def set_up(config: RunConfig) -> Trainer:
     Raises:
         GnmrError: settings, data or checkpoint do not fit; raised alike on every rank.
     """
-    manifest = read_manifest(config.data)
-    validate(
-        config, world_size=int(os.environ.get("WORLD_SIZE", "1")), vocab_size=manifest.vocab_size
-    )
+    data = describe_datasets(config.data)
+    validate(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), vocab_size=data.vocab_size)
     device = start_process_groups(
         config.parallel, seed=config.seed, timeout=timedelta(minutes=config.train.timeout_minutes)
     )
@@ -72,7 +71,7 @@ def set_up(config: RunConfig) -> Trainer:
         build_chunks(
             config.model,
             engine,
-            vocab_size=manifest.vocab_size,
+            vocab_size=data.vocab_size,
             sequence_length=config.data.sequence_length,
             seed=config.seed,
             device=device,
@@ -103,7 +102,7 @@ def set_up(config: RunConfig) -> Trainer:
         scheduler=scheduler,
         controller=controller,
         layout=config.parallel,
-        identity=_identity(config, units, manifest.tokenizer_fingerprint),
+        identity=_identity(config, units, data.tokenizer_fingerprint),
     )
     state, history_restarted = _resume(config, folder, checkpointer, controller)
     switchboard.apply(controller.recovery_set, step=state.step + 1)
@@ -116,6 +115,7 @@ def set_up(config: RunConfig) -> Trainer:
     )
     datasets = open_datasets(
         config.data,
+        data,
         train_samples=state.train_samples,
         valid_samples=config.train.eval_samples,
         seed=config.seed,

@@ -1,0 +1,336 @@
+"""From text to a tokenizer and a Megatron indexed dataset, in one folder that is whole or not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import random
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from gnmr_megatron.data.corpus import (
+    STDIN,
+    BadRecord,
+    Document,
+    EmptyDocument,
+    Fields,
+    Record,
+    find_files,
+    read_file,
+    read_stdin,
+)
+from gnmr_megatron.data.manifest import MANIFEST, PREFIX, Manifest, read_manifest
+from gnmr_megatron.data.tokenizer import Tokenizer, file_hash, load_tokenizer, train_sentencepiece
+from gnmr_megatron.errors import DataError
+
+BATCH_DOCUMENTS = 64
+TOKENIZER_SAMPLE_BYTES = 4_000_000
+SHOWN_BAD_RECORDS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareRequest:
+    """What to prepare.
+
+    Attributes:
+        inputs: files, folders, `-` or `stdlib:`.
+        output: folder to write.
+        tokenizer: tokenizer to use; None trains one.
+        vocab_size: size of a tokenizer to train.
+        fields: where the text is in structured files.
+        workers: processes that tokenise.
+        max_bad: records that may be unreadable.
+        max_documents: stop after so many documents; None for all.
+        overwrite: replace a folder that was made from another request.
+    """
+
+    inputs: tuple[str, ...]
+    output: Path
+    tokenizer: Path | None = None
+    vocab_size: int = 8192
+    fields: Fields = field(default_factory=Fields)
+    workers: int = 1
+    max_bad: int = 0
+    max_documents: int | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedData:
+    """What came of it.
+
+    Attributes:
+        folder: where it lies.
+        manifest: description of the dataset.
+        is_reused: whether it was there already, from the same request.
+        bad_records: the first of those that were left out.
+        other_files: files in folders that are of no known type.
+        seconds: time it took.
+    """
+
+    folder: Path
+    manifest: Manifest
+    is_reused: bool
+    bad_records: tuple[BadRecord, ...]
+    other_files: int
+    seconds: float
+
+
+@dataclass
+class _Tally:
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    empty: int = 0
+    bad: list[BadRecord] = field(default_factory=list)
+
+
+def prepare(
+    request: PrepareRequest, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> PreparedData:
+    """Read, tokenise and write; an equal request is not done again.
+
+    Args:
+        request: what to prepare.
+        on_progress: told documents done, and bytes of text done, after each batch.
+
+    Raises:
+        DataError: an input cannot be read, too many records are bad, there is no text, or the folder holds
+            something else.
+    """
+    started = time.monotonic()
+    files, other_files = _find_all(request.inputs)
+    fingerprint = _fingerprint(request, files)
+    existing = _existing(request, fingerprint)
+    if existing is not None:
+        return PreparedData(
+            folder=request.output,
+            manifest=existing,
+            is_reused=True,
+            bad_records=(),
+            other_files=other_files,
+            seconds=time.monotonic() - started,
+        )
+    partial = request.output.with_name(f".{request.output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        tokenizer = _tokenizer(request, files, partial)
+        tally = _write_dataset(request, files, tokenizer, partial, on_progress)
+        manifest = Manifest(
+            request=fingerprint,
+            tokenizer=tokenizer.path.name,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            documents=tally.documents,
+            tokens=tally.tokens,
+            text_bytes=tally.text_bytes,
+            empty_documents=tally.empty,
+            bad_records=len(tally.bad),
+            file_bytes={path.name: path.stat().st_size for path in sorted(partial.iterdir())},
+        )
+        manifest.write(partial)
+        _put_in_place(partial, request.output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return PreparedData(
+        folder=request.output,
+        manifest=manifest,
+        is_reused=False,
+        bad_records=tuple(tally.bad[:SHOWN_BAD_RECORDS]),
+        other_files=other_files,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _find_all(inputs: tuple[str, ...]) -> tuple[list[Path], int]:
+    """Files of all inputs in order, standard input left out, and the number of other files in folders."""
+    if STDIN in inputs and len(inputs) > 1:
+        raise DataError("-: standard input cannot be mixed with other inputs")
+    found = [find_files(source) for source in inputs if source != STDIN]
+    return [path for files, _ in found for path in files], sum(others for _, others in found)
+
+
+def _fingerprint(request: PrepareRequest, files: list[Path]) -> str:
+    """Hash of everything that determines the result; random for standard input, which cannot be read twice."""
+    options = dataclasses.asdict(request)
+    for name in ("output", "overwrite", "workers", "inputs"):
+        options.pop(name)
+    options["tokenizer"] = file_hash(request.tokenizer) if request.tokenizer else None
+    options["files"] = [
+        (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files
+    ]
+    if STDIN in request.inputs:
+        options["stdin"] = random.SystemRandom().random()
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
+
+
+def _existing(request: PrepareRequest, fingerprint: str) -> Manifest | None:
+    """The manifest of a folder that this very request has made; None where it is to be made."""
+    if not request.output.exists() or request.overwrite:
+        return None
+    if not (request.output / MANIFEST).exists() and any(request.output.iterdir()):
+        raise DataError(
+            f"{request.output}: exists and is no prepared dataset; choose another --output"
+        )
+    if not (request.output / MANIFEST).exists():
+        return None
+    manifest = read_manifest(request.output)
+    if manifest.request != fingerprint:
+        raise DataError(
+            f"{request.output}: holds a dataset of other inputs or options; choose another --output, or replace it "
+            "with --overwrite"
+        )
+    return manifest
+
+
+def _records(request: PrepareRequest, files: list[Path]) -> Iterator[Record]:
+    if STDIN in request.inputs:
+        yield from read_stdin(request.fields)
+    for path in files:
+        yield from read_file(path, request.fields)
+
+
+def _tokenizer(request: PrepareRequest, files: list[Path], folder: Path) -> Tokenizer:
+    """Copy or train the tokenizer into the folder."""
+    if request.tokenizer is not None:
+        source = load_tokenizer(request.tokenizer)
+        target = folder / ("tokenizer.json" if source.path.suffix == ".json" else "tokenizer.model")
+        shutil.copyfile(source.path, target)
+        return load_tokenizer(target)
+    if STDIN in request.inputs:
+        raise DataError(
+            "-: standard input is read once, so a tokenizer cannot be trained on it; give --tokenizer"
+        )
+    target = folder / "tokenizer.model"
+    model, _ = train_sentencepiece(_sample_lines(request, files), vocab_size=request.vocab_size)
+    target.write_bytes(model)
+    return load_tokenizer(target)
+
+
+def _sample_lines(request: PrepareRequest, files: list[Path]) -> Iterator[str]:
+    """Lines of files drawn in a fixed random order, up to a bound in bytes."""
+    drawn = files.copy()
+    random.Random(0).shuffle(drawn)
+    size = 0
+    for path in drawn:
+        for record in read_file(path, request.fields):
+            if isinstance(record, Document):
+                yield from record.text.split("\n")
+                size += len(record.text)
+            if size > TOKENIZER_SAMPLE_BYTES:
+                return
+
+
+def _write_dataset(
+    request: PrepareRequest,
+    files: list[Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    on_progress: Callable[[int, int], None],
+) -> _Tally:
+    # imported here: megatron-core brings torch, which a refused request does not need
+    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+
+    tally = _Tally()
+    prefix = folder / PREFIX
+    builder = IndexedDatasetBuilder(
+        str(prefix.with_suffix(".bin")), dtype=DType.optimal_dtype(tokenizer.vocab_size)
+    )
+    batches = _batches(_counted(_records(request, files), request, tally))
+    for documents in _encoded(batches, tokenizer.path, request.workers):
+        for ids in documents:
+            builder.add_document([*ids, tokenizer.eod], [len(ids) + 1])
+            tally.documents += 1
+            tally.tokens += len(ids) + 1
+        on_progress(tally.documents, tally.text_bytes)
+    builder.finalize(str(prefix.with_suffix(".idx")))
+    if tally.documents == 0:
+        raise DataError(
+            f"{', '.join(request.inputs)}: holds no text ({tally.empty} empty documents, {len(tally.bad)} bad records)"
+        )
+    return tally
+
+
+def _counted(records: Iterator[Record], request: PrepareRequest, tally: _Tally) -> Iterator[str]:
+    """Texts of the documents; empty and bad records are counted, the latter up to the limit."""
+    taken = 0
+    for record in records:
+        if isinstance(record, EmptyDocument):
+            tally.empty += 1
+        elif isinstance(record, BadRecord):
+            tally.bad.append(record)
+            if len(tally.bad) > request.max_bad:
+                shown = "\n".join(f"  {bad}" for bad in tally.bad[:SHOWN_BAD_RECORDS])
+                raise DataError(
+                    f"more than {request.max_bad} records cannot be read:\n{shown}\n"
+                    "mend them, or skip up to N with --max-bad N"
+                )
+        else:
+            tally.text_bytes += len(record.text.encode())
+            yield record.text
+            taken += 1
+            if taken == request.max_documents:
+                return
+
+
+def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == BATCH_DOCUMENTS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+_worker: dict[str, Any] = {}
+
+
+def _start_worker(tokenizer: Path) -> None:
+    _worker["tokenizer"] = load_tokenizer(tokenizer)
+
+
+def _encode_batch(texts: list[str]) -> list[list[int]]:
+    return [_worker["tokenizer"].encode(text) for text in texts]
+
+
+def _encoded(
+    batches: Iterator[list[str]], tokenizer: Path, workers: int
+) -> Iterator[list[list[int]]]:
+    """Ids of the documents in their order; a few batches a worker are in memory at once."""
+    if workers <= 1:
+        _start_worker(tokenizer)
+        yield from map(_encode_batch, batches)
+        return
+    pool = ProcessPoolExecutor(
+        workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(tokenizer,)
+    )
+    with pool:
+        pending: deque[Future[list[list[int]]]] = deque()
+        for batch in batches:
+            pending.append(pool.submit(_encode_batch, batch))
+            if len(pending) > 4 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def _put_in_place(partial: Path, output: Path) -> None:
+    """Make the finished folder the output; an old one goes only when the new one is complete."""
+    old = output.with_name(f".{output.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if output.exists():
+        output.rename(old)
+    partial.replace(output)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,44 @@
+import pytest
+
+from gnmr_megatron.errors import CheckpointError
+from gnmr_megatron.training.run_folder import choose_run_folder
+
+
+def finish_checkpoint(run, step=10):
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").write_text("{}")
+
+
+def test_a_new_run_never_writes_into_an_old_folder(tmp_path):
+    names = [choose_run_folder(tmp_path, "tiny", None).path.name for _ in range(3)]
+    assert names == ["tiny", "tiny-2", "tiny-3"]
+
+
+def test_latest_is_the_newest_run_of_that_name_that_has_a_checkpoint(tmp_path):
+    runs = [choose_run_folder(tmp_path, "tiny", None).path for _ in range(11)]
+    choose_run_folder(tmp_path, "tiny-wide", None)
+    finish_checkpoint(runs[1])
+    finish_checkpoint(runs[9])  # tiny-10: above tiny-2 as a number, below it as a word
+    (runs[10] / "checkpoints" / "step_00000010.partial").mkdir(parents=True)
+    chosen = choose_run_folder(tmp_path, "tiny", "latest")
+    assert chosen.path.name == "tiny-10"
+    assert chosen.is_resumed
+
+
+def test_latest_without_a_checkpoint_is_an_error_that_names_the_run(tmp_path):
+    choose_run_folder(tmp_path, "tiny", None)
+    with pytest.raises(CheckpointError, match=r"no run of the name 'tiny' .* has a checkpoint"):
+        choose_run_folder(tmp_path, "tiny", "latest")
+
+
+def test_auto_starts_anew_where_nothing_can_be_resumed(tmp_path):
+    first = choose_run_folder(tmp_path, "tiny", "auto")
+    assert not first.is_resumed
+    finish_checkpoint(first.path)
+    assert choose_run_folder(tmp_path, "tiny", "auto") == type(first)(first.path, is_resumed=True)
+
+
+def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint"):
+        choose_run_folder(tmp_path, "tiny", str(tmp_path / "elsewhere"))
