@@ -1,0 +1,138 @@
+"""Every layout trains as one process does: the same losses, the same norms, the same recovery sets.
+
+With exact paths everything agrees to 1e-5. With INT4 a rounding of the last bit in an activation can move a code by a
+whole step, so norms get more room; losses and recovery sets still agree.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gnmr_megatron.observability.events import StartEvent, StepEvent, read_events
+from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from tests.conftest import TINY, options
+
+TP2 = {"parallel.tensor_model_parallel_size": 2}
+PP2 = {"parallel.pipeline_model_parallel_size": 2}
+SHARDED = {"parallel.use_distributed_optimizer": "true", "parallel.overlap_grad_reduce": "true"}
+LAYOUTS = {
+    1: {"one": {}},
+    2: {
+        "tp2": TP2,
+        "tp2_sp": {**TP2, "parallel.sequence_parallel": "true"},
+        "pp2": PP2,
+        "pp2_vpp2": {**PP2, "parallel.virtual_pipeline_model_parallel_size": 2},
+        "dp2": {},
+        "dp2_sharded": {**SHARDED, "parallel.overlap_param_gather": "true"},
+    },
+    4: {
+        "tp2_pp2_sp": {**TP2, **PP2, "parallel.sequence_parallel": "true"},
+        "tp2_dp2_sharded": {**TP2, **SHARDED},
+    },
+}
+PRECISIONS = {
+    "exact": {"precision.low": "fp32", "precision.recovery": "fp32"},
+    "int4": {"precision.low": "saved_int4", "precision.recovery": "saved_int8"},
+    "tied": {"precision.low": "fp32", "precision.recovery": "fp32", "model.tie_embeddings": "true"},
+    "bf16": {"precision.low": "bf16", "precision.recovery": "bf16", "model.dtype": "bf16"},
+}
+NAMES = [name for layouts in LAYOUTS.values() for name in layouts if name != "one"]
+
+
+@pytest.fixture(scope="session")
+def runs(dataset, tmp_path_factory):
+    """Run folder of every (precision, layout); three launches in all."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for world_size, layouts in LAYOUTS.items():
+        cases = [
+            options(
+                {
+                    **TINY,
+                    **precision,
+                    **layout,
+                    "data.datasets": f"[{dataset}]",
+                    "runs_dir": folder,
+                    "name": f"{precision_name}.{name}",
+                }
+            )
+            for precision_name, precision in PRECISIONS.items()
+            for name, layout in layouts.items()
+        ]
+        launch(world_size, cases, folder / f"cases_{world_size}.json")
+    return folder
+
+
+def launch(world_size, cases, cases_file):
+    cases_file.write_text(json.dumps(cases))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={world_size}",
+    ]
+    result = subprocess.run(
+        [*command, Path(__file__).with_name("worker.py"), cases_file],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+def losses(run):
+    return np.array(
+        [event.loss for event in read_events(run / "events.jsonl") if isinstance(event, StepEvent)]
+    )
+
+
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize(
+    ("precision", "loss_tolerance", "norm_tolerance"),
+    [("exact", 1e-5, 1e-5), ("tied", 1e-5, 1e-5), ("int4", 1e-5, 3e-3), ("bf16", 5e-3, 5e-2)],
+)
+def test_losses_and_norms_equal_those_of_one_process(
+    runs, precision, loss_tolerance, norm_tolerance, layout
+):
+    one, run = runs / f"{precision}.one", runs / f"{precision}.{layout}"
+    np.testing.assert_allclose(losses(run), losses(one), rtol=loss_tolerance)
+    ours, reference = read_risk_matrix(run), read_risk_matrix(one)
+    assert ours.units == reference.units
+    np.testing.assert_allclose(ours.norms, reference.norms, rtol=norm_tolerance)
+    np.testing.assert_allclose(ours.global_norm, reference.global_norm, rtol=norm_tolerance)
+
+
+@pytest.mark.parametrize("layout", NAMES)
+@pytest.mark.parametrize("precision", ["exact", "tied", "int4"])
+def test_recovery_sets_are_those_of_one_process(runs, precision, layout):
+    ours, reference = (read_risk_matrix(runs / f"{precision}.{name}") for name in (layout, "one"))
+    np.testing.assert_array_equal(ours.selected, reference.selected)
+    np.testing.assert_array_equal(ours.recovered, reference.recovered)
+    assert reference.recovered.sum() >= 10  # the comparison is about something
+
+
+def test_the_layouts_were_really_used(runs):
+    for world_size, layouts in LAYOUTS.items():
+        for name in layouts:
+            start = next(
+                e
+                for e in read_events(runs / f"int4.{name}/events.jsonl")
+                if isinstance(e, StartEvent)
+            )
+            assert start.world_size == world_size
+            assert start.num_units == 16
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_recovered_units_are_those_selected_one_step_before(runs, precision):
+    matrix = read_risk_matrix(runs / f"{precision}.one")
+    np.testing.assert_array_equal(matrix.recovered[1:], matrix.selected[:-1])
+    assert not matrix.recovered[0].any()
+    assert matrix.selected.sum(axis=1).max() <= TINY["gnmr.max_recovered"]
