@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -176,13 +177,15 @@ def _fingerprint(request: PrepareRequest, files: list[Path]) -> str:
 
 def _existing(request: PrepareRequest, fingerprint: str) -> Manifest | None:
     """The manifest of a folder that this very request has made; None where it is to be made."""
-    if not request.output.exists() or request.overwrite:
+    if not request.output.exists():
         return None
-    if not (request.output / MANIFEST).exists() and any(request.output.iterdir()):
+    if not (request.output / MANIFEST).exists():
+        if request.output.is_dir() and not any(request.output.iterdir()):
+            return None
         raise DataError(
             f"{request.output}: exists and is no prepared dataset; choose another --output"
         )
-    if not (request.output / MANIFEST).exists():
+    if request.overwrite:
         return None
     manifest = read_manifest(request.output)
     if manifest.request != fingerprint:
@@ -247,12 +250,13 @@ def _write_dataset(
         str(prefix.with_suffix(".bin")), dtype=DType.optimal_dtype(tokenizer.vocab_size)
     )
     batches = _batches(_counted(_records(request, files), request, tally))
-    for documents in _encoded(batches, tokenizer.path, request.workers):
-        for ids in documents:
-            builder.add_document([*ids, tokenizer.eod], [len(ids) + 1])
-            tally.documents += 1
-            tally.tokens += len(ids) + 1
-        on_progress(tally.documents, tally.text_bytes)
+    with closing(builder.data_file):
+        for documents in _encoded(batches, tokenizer.path, request.workers):
+            for ids in documents:
+                builder.add_document([*ids, tokenizer.eod], [len(ids) + 1])
+                tally.documents += 1
+                tally.tokens += len(ids) + 1
+            on_progress(tally.documents, tally.text_bytes)
     builder.finalize(str(prefix.with_suffix(".idx")))
     if tally.documents == 0:
         raise DataError(

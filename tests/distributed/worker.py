@@ -6,6 +6,7 @@ One launch a world size, because starting processes costs more than running a sm
 import json
 import sys
 import warnings
+from pathlib import Path
 
 from gnmr_megatron.training.config_files import parse_run, run_parser
 
@@ -14,9 +15,7 @@ def main(cases_file):
     warnings.filterwarnings("ignore")
     from gnmr_megatron.training.run import train
 
-    with open(cases_file) as file:
-        cases = json.load(file)
-    for arguments in cases:
+    for arguments in json.loads(Path(cases_file).read_text()):
         config, _ = parse_run(run_parser("worker", description="", epilog=""), arguments)
         train(config)
 

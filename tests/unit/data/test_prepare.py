@@ -3,8 +3,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -193,31 +191,29 @@ def test_plain_megatron_files_need_a_tokenizer(corpus, tmp_path):
     assert info.vocab_size == 400
 
 
+def kill_while_preparing(what, *, after):
+    """Prepare in a child process, and kill it some seconds after its first batch was written."""
+    started, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        prepare(what, on_progress=lambda *_: os.write(writes, b"x"))
+        os._exit(0)
+    os.read(started, 1)
+    time.sleep(after)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(started)
+    os.close(writes)
+
+
 def test_a_killed_preparation_leaves_nothing_that_looks_whole(corpus, tmp_path):
     """kill -9 at random times; what is there afterwards is either a whole dataset or refused."""
     output = tmp_path / "out"
-    code = (
-        "import sys; from pathlib import Path; from gnmr_megatron.data.prepare import *;"
-        "prepare(PrepareRequest(inputs=(sys.argv[1],), output=Path(sys.argv[2]), vocab_size=400, overwrite=True),"
-        " on_progress=lambda *_: print('x', flush=True)); print('done', flush=True)"
-    )
-    times = np.random.default_rng(0).uniform(0, 0.05, size=6)
-    whole = 0
-    for delay in times:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, str(corpus), str(output)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        process.stdout.readline()  # it writes now
-        time.sleep(delay)
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    for delay in np.random.default_rng(0).uniform(0, 0.06, size=20):
+        kill_while_preparing(request(corpus, output, overwrite=True), after=delay)
         if output.exists():
             manifest = read_manifest(output)
             assert len(IndexedDataset(str(output / "text"))) == manifest.documents == 150
-            whole += 1
         else:
             with pytest.raises(DataError, match="is no prepared dataset"):
                 read_manifest(output)
