@@ -29,11 +29,11 @@ TINY = {
     "optimizer.warmup_steps": 2,
     "train.steps": 12,
     "train.global_batch_size": 8,
-    "train.micro_batch_size": 1,
+    "train.micro_batch_size": 2,
     "train.eval_interval": 0,
     "train.eval_samples": 8,
     "train.checkpoint_interval": 0,
-    "train.timeout_minutes": 2,
+    "train.timeout_minutes": 1,
     "tracking.console": "quiet",
     "tracking.wandb_mode": "disabled",
 }

@@ -13,11 +13,16 @@ from gnmr_megatron.training.config_files import parse_run, run_parser
 
 def main(cases_file):
     warnings.filterwarnings("ignore")
-    from gnmr_megatron.training.run import train
+    from megatron.core import parallel_state
+
+    from gnmr_megatron.training.setup import set_up
 
     for arguments in json.loads(Path(cases_file).read_text()):
         config, _ = parse_run(run_parser("worker", description="", epilog=""), arguments)
-        train(config)
+        trainer = set_up(config)
+        trainer.train()
+        trainer.recorder.close()
+        parallel_state.destroy_model_parallel()  # the world stays: a second one cannot be joined
 
 
 if __name__ == "__main__":

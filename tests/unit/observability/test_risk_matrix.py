@@ -1,0 +1,89 @@
+import json
+
+import numpy as np
+import pytest
+
+from gnmr_megatron.control.units import Unit, UnitTable
+from gnmr_megatron.errors import DataError
+from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter, read_risk_matrix
+
+UNITS = UnitTable(
+    Unit(layer, position, f"decoder.layers.{layer}.{name}", (8, 4))
+    for layer in range(2)
+    for position, name in enumerate(("self_attention.linear_qkv", "mlp.linear_fc1"))
+)
+
+
+def append(writer, step, rng):
+    norms = rng.lognormal(size=4)
+    writer.append(
+        step=step,
+        updated=step != 2,
+        global_norm=float(np.sqrt((norms**2).sum())),
+        norms=norms,
+        gnmr=norms / 2,
+        delta_gnmr=norms / 3,
+        recovered=np.array([step % 4]),
+        selected=np.array([(step + 1) % 4, 3]),
+    )
+    return norms
+
+
+def write(folder, steps):
+    writer, rng = RiskMatrixWriter(folder, UNITS), np.random.default_rng(0)
+    norms = np.array([append(writer, step, rng) for step in steps])
+    writer.close()
+    return norms
+
+
+def test_one_numpy_call_reads_the_matrix(tmp_path):
+    norms = write(tmp_path, range(1, 6))
+    description = json.loads((tmp_path / "units.json").read_text())
+    dtype = np.dtype(
+        [
+            tuple(tuple(part) if isinstance(part, list) else part for part in field)
+            for field in description["dtype"]
+        ]
+    )
+    records = np.fromfile(tmp_path / "risk_matrix.bin", dtype)
+    np.testing.assert_array_equal(
+        records["norm"], norms
+    )  # to the last bit, so that decisions can be replayed
+    np.testing.assert_array_equal(records["step"], range(1, 6))
+    assert [unit["id"] for unit in description["units"]] == list(UNITS.ids)
+
+
+def test_everything_comes_back(tmp_path):
+    norms = write(tmp_path, range(1, 6))
+    matrix = read_risk_matrix(tmp_path)
+    assert matrix.units == UNITS.ids
+    np.testing.assert_array_equal(matrix.norms, norms)
+    np.testing.assert_allclose(matrix.gnmr, norms / 2, rtol=1e-6)
+    np.testing.assert_array_equal(matrix.updated, [True, False, True, True, True])
+    for row, step in enumerate(range(1, 6)):
+        assert np.flatnonzero(matrix.recovered[row]).tolist() == [step % 4]
+        assert np.flatnonzero(matrix.selected[row]).tolist() == sorted({(step + 1) % 4, 3})
+
+
+def test_a_half_written_record_is_left_out_and_cut_off_on_resume(tmp_path):
+    norms = write(tmp_path, range(1, 6))
+    data = (tmp_path / "risk_matrix.bin").read_bytes()
+    (tmp_path / "risk_matrix.bin").write_bytes(data[:-7])
+    assert read_risk_matrix(tmp_path).steps.tolist() == [1, 2, 3, 4]
+    writer = RiskMatrixWriter.resume(tmp_path, UNITS, 3)
+    append(writer, 4, np.random.default_rng(1))
+    writer.close()
+    matrix = read_risk_matrix(tmp_path)
+    assert matrix.steps.tolist() == [1, 2, 3, 4]
+    np.testing.assert_array_equal(matrix.norms[:3], norms[:3])
+
+
+def test_resume_with_other_units_is_refused(tmp_path):
+    write(tmp_path, range(1, 3))
+    with pytest.raises(DataError, match="is of 4 other units"):
+        RiskMatrixWriter.resume(tmp_path, UnitTable([UNITS[0]]), 1)
+
+
+def test_a_folder_without_a_matrix_is_refused(tmp_path):
+    with pytest.raises(DataError, match="holds no risk matrix"):
+        read_risk_matrix(tmp_path)
