@@ -32,7 +32,9 @@ def start_process_groups(layout: ParallelLayout, *, seed: int, timeout: timedelt
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     backend = "gloo" if is_cpu else "nccl"
-    if "RANK" in os.environ:
+    if dist.is_initialized():
+        pass  # a world that the caller has joined already
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
