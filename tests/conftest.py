@@ -26,6 +26,7 @@ TINY = {
     "gnmr.lock_steps": 2,
     "gnmr.warmup_steps": 2,
     "gnmr.check_interval": 1,
+    "optimizer.lr": 3e-4,  # low, so that differences of the last bit do not grow into others
     "optimizer.warmup_steps": 2,
     "train.steps": 12,
     "train.global_batch_size": 8,
