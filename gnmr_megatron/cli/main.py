@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from gnmr_megatron import __version__
-from gnmr_megatron.errors import GnmrError
+from gnmr_megatron.errors import ConfigError, DataError, GnmrError
 
 # verb: (module with run(arguments) -> exit code, what it does)
 VERBS = {
@@ -22,6 +23,7 @@ VERBS = {
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 
+RUN_ERROR = 1
 USAGE_ERROR = 2
 
 
@@ -41,8 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(importlib.import_module(VERBS[verb][0]).run(arguments[1:]))
     except GnmrError as error:
-        print(f"gnmr-megatron {verb}: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank has met it; one a node tells
+            print(f"gnmr-megatron {verb}: {error}", file=sys.stderr)
+        return USAGE_ERROR if isinstance(error, ConfigError | DataError) else RUN_ERROR
     except KeyboardInterrupt:
         print(f"gnmr-megatron {verb}: interrupted", file=sys.stderr)
         return 130

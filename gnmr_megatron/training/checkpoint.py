@@ -117,7 +117,8 @@ class Checkpointer:
         )
         for key, chunk in self._named_chunks():
             unwrap(chunk).load_state_dict(loaded[key])
-        self._optimizer.engine.load_state_dict(loaded["optimizer"])
+        self._optimizer.load_engine_state(loaded["optimizer"])
+        self._scheduler.num_steps = 0  # loading adds the saved steps to those counted so far
         self._scheduler.load_state_dict(loaded["scheduler"])
         if same_layout:
             _set_random_state(loaded["random"])

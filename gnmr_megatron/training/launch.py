@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,8 @@ def start_processes(python_arguments: Sequence[str], num_processes: int) -> int:
     """Run `python ARGUMENTS` in so many processes that know of each other; returns the exit code."""
     # two threads a process would fight over the cores that the processes share
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
+    # a rank that fails has told why; the agent's own report would bury it
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

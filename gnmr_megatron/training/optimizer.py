@@ -45,6 +45,13 @@ class ClippingOptimizer:
             )
         return bool(self.engine.step_with_ready_grads())
 
+    def load_engine_state(self, state: Any) -> None:
+        """Take moments and main parameters from a checkpoint, but keep the learning rates of the settings."""
+        kept = [(group["max_lr"], group["min_lr"]) for group in self.engine.param_groups]
+        self.engine.load_state_dict(state)
+        for group, (max_lr, min_lr) in zip(self.engine.param_groups, kept, strict=True):
+            group["max_lr"], group["min_lr"] = max_lr, min_lr
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
@@ -94,6 +101,8 @@ def build_scheduler(
         end_wd=settings.weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # on resume the settings count, not what the checkpoint had
     )
     scheduler.step(1)
     return scheduler
