@@ -153,11 +153,13 @@ class Controller:
         """
         if norms.shape != (len(self.units),):
             raise ValueError(f"got norms of shape {norms.shape} for {len(self.units)} units")
-        seen = self._observe(step, norms, *self._history.ratios(norms))
-        decision = self._choose(seen, updated=updated)
-        if updated:
-            self._policy.fold(seen)
-            self._history.fold(norms, seen.gnmr)
+        # a ratio beyond float64 is inf, and so it is meant
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            seen = self._observe(step, norms, *self._history.ratios(norms))
+            decision = self._choose(seen, updated=updated)
+            if updated:
+                self._policy.fold(seen)
+                self._history.fold(norms, seen.gnmr)
         self._lock = decision.lock
         self._steps_seen += 1
         self.recovery_set = decision.recovery_set

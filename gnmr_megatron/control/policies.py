@@ -78,8 +78,7 @@ class GnmrPolicy:
         """Ratio to the nearer threshold."""
         score = np.maximum(seen.gnmr / seen.alpha, seen.delta_gnmr / seen.beta)
         if self._collapse_ratio is not None:
-            with np.errstate(divide="ignore"):
-                score = np.maximum(score, self._collapse_ratio / seen.gnmr)
+            score = np.maximum(score, self._collapse_ratio / seen.gnmr)
         return score
 
     def fold(self, seen: Observation) -> None:

@@ -69,6 +69,8 @@ class GradNormHistory:
         """[units] norms folded in so far."""
         self._total: FloatArray = np.zeros(num_units)
         """[units] sum of norms; for `ema` the decayed sum of (1 - decay) * norm."""
+        self._weight: FloatArray = np.zeros(num_units)
+        """[units] what the total is divided by: the count, or for `ema` the decayed sum of (1 - decay)."""
         self._recent: FloatArray = np.zeros((delta, num_units))
         """[delta, units] last GNMR values, oldest first, filled from the end."""
         self._past: FloatArray = np.zeros((window if mean == "window" else 0, num_units))
@@ -76,35 +78,32 @@ class GradNormHistory:
 
     def mean(self) -> FloatArray:
         """[units] mean of the past norms; 0 where there is no history."""
-        count = self.count
+        total, weight = self._total, self._weight
         if self._mean_kind == "window":
-            weight = np.minimum(count, len(self._past)).astype(np.float64)
-            total = self._past.sum(axis=0)
-        elif self._mean_kind == "ema":
-            # bias-corrected: the weights of the folded norms add up to 1 - decay**count
-            weight, total = 1.0 - self._ema_decay ** count.astype(np.float64), self._total
-        else:
-            weight, total = count.astype(np.float64), self._total
-        mean: FloatArray = np.divide(total, weight, out=np.zeros_like(total), where=count > 0)
+            total, weight = _sum_rows(self._past), np.minimum(weight, float(len(self._past)))
+        mean: FloatArray = np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)
         return mean
 
     def ratios(self, norms: FloatArray) -> tuple[FloatArray, FloatArray]:
         """GNMR and delta-GNMR of this step's norms, [units] float64 each; changes nothing."""
         delta = len(self._recent)
         current = gnmr(norms, self.mean())
-        return current, delta_gnmr(current, self._recent.sum(axis=0) / delta, self.count >= delta)
+        return current, delta_gnmr(current, _sum_rows(self._recent) / delta, self.count >= delta)
 
     def fold(self, norms: FloatArray, current: FloatArray) -> None:
         """Add a step's norms and GNMR values; a unit whose norm is not finite is left out."""
         finite = np.isfinite(norms)
         kept = np.where(finite, norms, 0.0)
         if self._mean_kind == "ema":
-            decayed = self._ema_decay * self._total + (1.0 - self._ema_decay) * kept
-            self._total = np.where(finite, decayed, self._total)
-        elif self._mean_kind == "window":
-            self._past = _shifted(self._past, norms, finite)
+            # total / weight is the bias-corrected mean; no power of the decay, which differs between machines
+            new = 1.0 - self._ema_decay
+            self._total = np.where(finite, self._ema_decay * self._total + new * kept, self._total)
+            self._weight = np.where(finite, self._ema_decay * self._weight + new, self._weight)
         else:
             self._total += kept
+            self._weight += finite
+        if self._mean_kind == "window":
+            self._past = _shifted(self._past, norms, finite)
         self._recent = _shifted(self._recent, current, finite)
         self.count += finite
 
@@ -113,6 +112,7 @@ class GradNormHistory:
         return {
             "count": self.count.copy(),
             "total": self._total.copy(),
+            "weight": self._weight.copy(),
             "recent": self._recent.copy(),
             "past": self._past.copy(),
         }
@@ -131,8 +131,17 @@ class GradNormHistory:
                 )
         self.count = np.array(state["count"], dtype=np.int64)
         self._total = np.array(state["total"], dtype=np.float64)
+        self._weight = np.array(state["weight"], dtype=np.float64)
         self._recent = np.array(state["recent"], dtype=np.float64)
         self._past = np.array(state["past"], dtype=np.float64)
+
+
+def _sum_rows(rows: FloatArray) -> FloatArray:
+    """[units] sum over rows, one after the other; NumPy's own order would depend on the number of units."""
+    total: FloatArray = rows[0].copy()
+    for row in rows[1:]:
+        total += row
+    return total
 
 
 def _shifted(rows: FloatArray, newest: FloatArray, where: BoolArray) -> FloatArray:
