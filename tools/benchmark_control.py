@@ -6,7 +6,9 @@ Four steps alternate on one model, in an order drawn anew each round, so that dr
   monitor  our step, deciding but never switching
   on       our step, deciding and switching
 The ratio of a step is its time over the plain step's time of the same round; shown are the median over rounds and a
-95 % interval of it (bootstrap). Collectives and bytes are counted for one rank, at the dispatcher.
+95 % interval of it (bootstrap). Forward and backward, which control does not touch, make most of its noise; so the part
+after the backward pass, which holds norms, clipping, update and control, is timed apart, and its difference from plain
+is shown as a share of the plain step. Collectives and bytes are counted for one rank, at the dispatcher.
 
     python tools/benchmark_control.py                      the quickstart's model and layout
     python tools/benchmark_control.py --single --rounds 40 the same model in one process
@@ -78,7 +80,8 @@ def build_steps(trainer, gnmr):
 
 def measure(trainer, steps, rounds):
     """Seconds of each step, [rounds] each; all ranks wait for each other before a step."""
-    seconds = {name: [] for name in STEPS}
+    seconds, tails = {name: [] for name in STEPS}, {name: [] for name in STEPS}
+    stamps = stamp_backward(trainer.step.model)
     order = np.random.default_rng(0)
     number = 0
     for round_number in range(rounds + 2):  # the first rounds warm up
@@ -88,10 +91,29 @@ def measure(trainer, steps, rounds):
             dist.barrier()
             started = time.perf_counter()
             steps[name](batches, step=number)
+            ended = time.perf_counter()
             dist.barrier()
             if round_number >= 2:
                 seconds[name].append(time.perf_counter() - started)
-    return {name: np.array(values) for name, values in seconds.items()}
+                tails[name].append(ended - stamps.pop())
+    return as_arrays(seconds), as_arrays(tails)
+
+
+def stamp_backward(model):
+    """Times at which backward passes end, on this rank."""
+    stamps, forward_backward = [], model.forward_backward
+
+    def stamped(*args, **kwargs):
+        result = forward_backward(*args, **kwargs)
+        stamps.append(time.perf_counter())
+        return result
+
+    model.forward_backward = stamped
+    return stamps
+
+
+def as_arrays(lists):
+    return {name: np.array(values) for name, values in lists.items()}
 
 
 def count(trainer, step):
@@ -142,21 +164,28 @@ def main(arguments):
 
     trainer = set_up(config)
     steps = build_steps(trainer, config.gnmr)
-    seconds = measure(trainer, steps, options.rounds)
+    seconds, tails = measure(trainer, steps, options.rounds)
     plain, on = count(trainer, steps["plain"]), count(trainer, steps["on"])
     if dist.get_rank() == 0:
-        report(seconds, plain, on, units=len(trainer.units), as_json=options.json)
+        report(seconds, tails, plain, on, units=len(trainer.units), as_json=options.json)
     trainer.recorder.close()
     stop_process_groups()
     return 0
 
 
-def report(seconds, plain, on, *, units, as_json):
+def report(seconds, tails, plain, on, *, units, as_json):
     ratios = {name: interval(seconds[name] / seconds["plain"]) for name in STEPS[1:]}
     print(f"{len(seconds['plain'])} rounds, {dist.get_world_size()} processes, {units} units")
-    print(f"plain    {np.median(seconds['plain']):.4f} s a step")
+    step_seconds = float(np.median(seconds["plain"]))
+    extra = {name: interval((tails[name] - tails["plain"]) / step_seconds) for name in STEPS[1:]}
+    print(
+        f"plain    {step_seconds:.4f} s a step, {np.median(tails['plain']):.4f} s of it after the backward pass"
+    )
     for name, (median, low, high) in ratios.items():
-        print(f"{name:8} {median:.4f} of plain [{low:.4f}, {high:.4f}]")
+        added = "{:+.3%} [{:+.3%}, {:+.3%}]".format(*extra[name])
+        print(
+            f"{name:8} {median:.4f} of plain [{low:.4f}, {high:.4f}]; after the backward pass {added} of a step"
+        )
     print(
         f"collectives a step: plain {plain.calls}, on {on.calls}; bytes: plain {plain.bytes}, on {on.bytes}"
     )
@@ -169,6 +198,7 @@ def report(seconds, plain, on, *, units, as_json):
             "collectives_off": plain.calls,
             "bytes_on": on.bytes,
             "bytes_off": plain.bytes,
+            "added_share": {name: list(values) for name, values in extra.items()},
             "spread": {name: [low, high] for name, (_, low, high) in ratios.items()},
         }
         print(json.dumps(figures))
