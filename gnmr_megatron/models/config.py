@@ -22,7 +22,7 @@ class LlamaConfig:
     hidden_size: int = 256
     """Width of the residual stream."""
 
-    ffn_hidden_size: int = 704
+    ffn_hidden_size: int = 768
     """Width of the SwiGLU hidden layer."""
 
     num_attention_heads: int = 8
