@@ -31,11 +31,16 @@ class TrackingConfig:
     wandb_entity: str | None = None
     """W&B team or user; null for the account's default."""
 
+    wandb_name: str | None = None
+    """Name of the run on W&B; null for that of the run folder."""
+
     wandb_tags: list[str] = field(default_factory=list)
     """W&B tags of the run."""
 
     wandb_table_interval: int = 100
-    """Send the table of recovery decisions every so many steps, and at the end."""
+    """Send the table of recovery decisions every so many steps, and at the end.
+
+    Long runs send it less often: W&B shows the newest 100 parts of a table."""
 
     def __post_init__(self) -> None:
         for key in ("log_interval", "wandb_table_interval"):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import BinaryIO
 
+from gnmr_megatron.errors import DataError
+from gnmr_megatron.observability.append_file import AppendFile
 from gnmr_megatron.observability.events import Event, from_line, to_line
 
 FILE = "events.jsonl"
@@ -19,48 +22,64 @@ class EventLog:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._file = AppendFile(folder / FILE)
 
     @classmethod
     def resume(cls, folder: Path, step: int) -> EventLog:
         """Go on after `step`.
 
         Lines of later steps, which a crashed run had taken after its last checkpoint, move to
-        events.superseded.jsonl, so that the log has each step once; so does a half-written last line.
+        events.superseded.jsonl, so that the log has each step once; so does what a crash left of a last line.
+        Where this is interrupted, events.jsonl is as before; lines may then be superseded twice, but none is lost.
+
+        Raises:
+            DataError: a line among those to be kept is broken; names file and line.
         """
         path = folder / FILE
-        kept: list[str] = []
-        dead: list[str] = []
-        for line in (
-            path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-        ):
-            (kept if _belongs(line, step) else dead).append(line)
-        if dead:
-            with (folder / SUPERSEDED).open("a", encoding="utf-8") as superseded:
-                superseded.writelines(line if line.endswith("\n") else line + "\n" for line in dead)
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text("".join(kept), encoding="utf-8")
-            temporary.replace(path)
+        if path.exists():
+            temporary = path.with_name(FILE + ".tmp")
+            with (
+                path.open("rb") as lines,
+                temporary.open("wb") as kept,
+                (folder / SUPERSEDED).open("ab") as dead,
+            ):
+                _sort(lines, step, kept=kept, dead=dead)
+                has_dead = lines.tell() != kept.tell()
+                for file in (dead, kept):  # on the disk before the old file goes
+                    file.flush()
+                    os.fsync(file.fileno())
+            if has_dead:
+                temporary.replace(path)
+            else:
+                temporary.unlink()
+            if (folder / SUPERSEDED).stat().st_size == 0:
+                (folder / SUPERSEDED).unlink()
         return cls(folder)
 
     def append(self, event: Event) -> None:
         """Write an event; it is with the operating system when this returns."""
-        self._file.write(to_line(event))
-        self._file.flush()
+        self._file.append(to_line(event).encode())
 
     def close(self) -> None:
         """Bring all lines to the disk and close the file."""
-        os.fsync(self._file.fileno())
         self._file.close()
 
 
-def _belongs(line: str, step: int) -> bool:
-    """Whether a line is whole and of a step that the run keeps."""
-    try:
-        event = from_line(line)
-    except ValueError:
-        return False
-    first_kept_out = (
-        step + 1 if event.name != "start" else step + 2
-    )  # a start names the step it will take
-    return line.endswith("\n") and event.step < first_kept_out
+def _sort(lines: BinaryIO, step: int, *, kept: BinaryIO, dead: BinaryIO) -> None:
+    """Copy each line to `kept` or to `dead`; a broken one may stand only behind those that are kept."""
+    broken = ""
+    for number, line in enumerate(lines, start=1):
+        try:
+            is_kept = line.endswith(b"\n") and _belongs(from_line(line), step)
+        except ValueError as error:
+            is_kept, broken = False, broken or f"{lines.name}:{number}: {error}"
+        if is_kept and broken:
+            raise DataError(f"{broken}; mend or remove this line before you resume")
+        (kept if is_kept else dead).write(line)
+        if not line.endswith(b"\n"):
+            dead.write(b"\n")
+
+
+def _belongs(event: Event, step: int) -> bool:
+    """Whether an event is of a step that the run keeps; a start names the step that it is about to take."""
+    return event.step <= (step + 1 if event.name == "start" else step)

@@ -1,12 +1,11 @@
 """The steps x units matrix of a run: one fixed-size record a step, appended.
 
-np.fromfile("risk_matrix.bin", np.dtype([tuple(field) for field in json.load(open("units.json"))["dtype"]]))
+np.fromfile("risk_matrix.bin", np.dtype(json.load(open("units.json"))["dtype"]))
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from gnmr_megatron.control.units import UnitTable
 from gnmr_megatron.errors import DataError
+from gnmr_megatron.observability.append_file import AppendFile, replace_file
 
 MATRIX = "risk_matrix.bin"
 UNITS = "units.json"
@@ -23,32 +23,35 @@ RECOVERED, SELECTED = 1, 2
 SCHEMA_VERSION = 1
 
 
-def record_fields(num_units: int) -> list[tuple[Any, ...]]:
-    """Fields of a record, as `np.dtype` takes them.
+def risk_matrix_dtype(num_units: int) -> np.dtype[Any]:
+    """Type of a record, little-endian and without padding.
 
     step, updated (whether the weights changed), global_norm; for each unit its gradient norm, GNMR and delta-GNMR, and
     flags: bit 0 on the recovery path in this very step, bit 1 selected after it for the next.
     """
-    return [
-        ("step", "<i8"),
-        ("updated", "<u1"),
-        ("global_norm", "<f8"),
-        ("norm", "<f8", [num_units]),
-        ("gnmr", "<f4", [num_units]),
-        ("delta_gnmr", "<f4", [num_units]),
-        ("flags", "<u1", [num_units]),
-    ]
+    dtype: np.dtype[Any] = np.dtype(_fields(num_units))
+    return dtype
 
 
-def record_dtype(num_units: int) -> np.dtype[Any]:
-    """Type of a record."""
-    return np.dtype(
-        [(field[0], field[1], *map(tuple, field[2:])) for field in record_fields(num_units)]
-    )
+def _fields(num_units: int) -> Any:
+    """The type as `np.dtype` takes it, in values that JSON knows."""
+    fields = {
+        "step": "<i8",
+        "updated": "u1",
+        "global_norm": "<f8",
+        "norm": f"({num_units},)<f8",
+        "gnmr": f"({num_units},)<f4",
+        "delta_gnmr": f"({num_units},)<f4",
+        "flags": f"({num_units},)u1",
+    }
+    return {"names": list(fields), "formats": list(fields.values())}
 
 
 class RiskMatrixWriter:
-    """Appends one record a step.
+    """Appends one record a step; each is with the operating system when `append` returns.
+
+    Important:
+        For a folder that already has a matrix use `resume`, which cuts off what a crash left.
 
     Args:
         folder: run folder.
@@ -56,11 +59,11 @@ class RiskMatrixWriter:
     """
 
     def __init__(self, folder: Path, units: UnitTable) -> None:
-        self._dtype = record_dtype(len(units))
+        self._dtype = risk_matrix_dtype(len(units))
         description = {
             "schema_version": SCHEMA_VERSION,
             "fingerprint": units.fingerprint,
-            "dtype": record_fields(len(units)),
+            "dtype": _fields(len(units)),
             "units": [
                 {
                     "id": unit.id,
@@ -71,8 +74,8 @@ class RiskMatrixWriter:
                 for unit in units
             ],
         }
-        (folder / UNITS).write_text(json.dumps(description, indent=1) + "\n")
-        self._file = (folder / MATRIX).open("ab")
+        replace_file(folder / UNITS, (json.dumps(description, indent=1) + "\n").encode())
+        self._file = AppendFile(folder / MATRIX)
 
     @classmethod
     def resume(cls, folder: Path, units: UnitTable, step: int) -> RiskMatrixWriter:
@@ -83,14 +86,10 @@ class RiskMatrixWriter:
         """
         path = folder / MATRIX
         if path.exists():
-            saved = read_risk_matrix(folder)
-            if saved.units != units.ids:
-                raise DataError(
-                    f"{path}: is of {len(saved.units)} other units; resume in a new run folder"
-                )
+            saved = read_risk_matrix(folder, units=units)
             keep = int(np.searchsorted(saved.steps, step, side="right"))
             with path.open("r+b") as file:
-                file.truncate(keep * record_dtype(len(units)).itemsize)
+                file.truncate(keep * risk_matrix_dtype(len(units)).itemsize)
         return cls(folder, units)
 
     def append(
@@ -115,11 +114,10 @@ class RiskMatrixWriter:
         flags[recovered] |= RECOVERED
         flags[selected] |= SELECTED
         record["flags"] = flags
-        self._file.write(record.tobytes())
-        self._file.flush()
+        self._file.append(record.tobytes())
 
     def close(self) -> None:
-        """Close the file."""
+        """Bring all records to the disk and close the file."""
         self._file.close()
 
 
@@ -138,11 +136,15 @@ class RiskMatrix:
     selected: NDArray[np.bool_]
 
 
-def read_risk_matrix(folder: Path) -> RiskMatrix:
-    """Read the matrix of a run folder, also while it is being written.
+def read_risk_matrix(folder: Path, *, units: UnitTable | None = None) -> RiskMatrix:
+    """Read the matrix of a run folder, also while it is being written; half a record at its end is left out.
+
+    Args:
+        folder: run folder.
+        units: where given, the matrix must be of these units.
 
     Raises:
-        DataError: there is none, or it is of another version.
+        DataError: there is none, or it is of another version or of other units.
     """
     try:
         description = json.loads((folder / UNITS).read_text())
@@ -151,15 +153,16 @@ def read_risk_matrix(folder: Path) -> RiskMatrix:
         raise DataError(
             f"{folder}: holds no risk matrix ({error}); runs with gnmr.mode: disabled have none"
         ) from error
-    units: Sequence[dict[str, Any]] = description["units"]
-    dtype = record_dtype(len(units))
-    if description["schema_version"] != SCHEMA_VERSION:
-        raise DataError(
-            f"{folder / UNITS}: has schema {description['schema_version']}, not {SCHEMA_VERSION}"
-        )
+    schema = description.get("schema_version")
+    if schema != SCHEMA_VERSION:
+        raise DataError(f"{folder / UNITS}: has schema {schema}, not {SCHEMA_VERSION}")
+    ids = tuple(unit["id"] for unit in description["units"])
+    if units is not None and description["fingerprint"] != units.fingerprint:
+        raise DataError(f"{folder / MATRIX}: {_difference(ids, units.ids)}; use another run folder")
+    dtype = risk_matrix_dtype(len(ids))
     records = np.fromfile(folder / MATRIX, dtype, count=size // dtype.itemsize)
     return RiskMatrix(
-        units=tuple(unit["id"] for unit in units),
+        units=ids,
         steps=records["step"],
         updated=records["updated"].astype(np.bool_),
         global_norm=records["global_norm"],
@@ -169,3 +172,13 @@ def read_risk_matrix(folder: Path) -> RiskMatrix:
         recovered=(records["flags"] & RECOVERED) > 0,
         selected=(records["flags"] & SELECTED) > 0,
     )
+
+
+def _difference(saved: tuple[str, ...], given: tuple[str, ...]) -> str:
+    """Where two unit tables part, in words."""
+    if len(saved) != len(given):
+        return f"is of {len(saved)} other units, this model has {len(given)}"
+    for column, (ours, theirs) in enumerate(zip(saved, given, strict=True)):
+        if ours != theirs:
+            return f"is of other units: column {column} is {ours}, in this model {theirs}"
+    return "is of units of the same names but other shapes"

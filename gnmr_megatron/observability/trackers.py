@@ -1,11 +1,14 @@
-"""Trackers: each shows the events of a run somewhere."""
+"""Trackers: each shows the events of a run somewhere. A new dashboard is one file and one line in TRACKERS."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
 
+from gnmr_megatron.observability.config import TrackingConfig
 from gnmr_megatron.observability.events import Event
 
 
@@ -19,10 +22,20 @@ class Tracker(Protocol):
         """Show what is left."""
 
 
+class NullTracker:
+    """Shows nothing: in the place of a tracker that is off."""
+
+    def record(self, event: Event) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class TrackerGroup:
     """Several trackers as one. A tracker that fails is dropped with one line on standard error; training goes on."""
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
+    def __init__(self, trackers: Iterable[Tracker]) -> None:
         self._trackers = list(trackers)
 
     def record(self, event: Event) -> None:
@@ -43,7 +56,49 @@ class TrackerGroup:
 
     def _drop(self, tracker: Tracker, error: Exception) -> None:
         self._trackers.remove(tracker)
+        _warn(type(tracker).__name__, error)
+
+
+TrackerFactory = Callable[[Path, TrackingConfig, Mapping[str, Any]], Tracker]
+"""Makes a tracker out of the run folder, the settings and all settings of the run; a NullTracker where it is off."""
+
+
+def _console(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> Tracker:
+    from gnmr_megatron.observability.console import ConsoleTracker
+
+    if config.console == "quiet":
+        return NullTracker()
+    return ConsoleTracker(log_interval=config.log_interval)
+
+
+def _wandb(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> Tracker:
+    from gnmr_megatron.observability.wandb_tracker import WandbTracker
+
+    if config.wandb_mode == "disabled":
+        return NullTracker()
+    return WandbTracker(folder, config, run_config=run_config)
+
+
+TRACKERS: dict[str, TrackerFactory] = {"console": _console, "wandb": _wandb}
+
+
+def make_trackers(
+    folder: Path, config: TrackingConfig, *, run_config: Mapping[str, Any]
+) -> TrackerGroup:
+    """All trackers of TRACKERS as the settings want them; one that cannot be made is left out with one line."""
+    trackers: list[Tracker] = []
+    for name, factory in TRACKERS.items():
+        try:
+            trackers.append(factory(folder, config, run_config))
+        except Exception as error:  # noqa: BLE001 - as in TrackerGroup
+            _warn(f"tracker {name}", error)
+    return TrackerGroup(trackers)
+
+
+def _warn(name: str, error: Exception) -> None:
+    why = " ".join(f"{type(error).__name__}: {error}".split())
+    with contextlib.suppress(OSError, ValueError):  # standard error may be gone too
         sys.stderr.write(
-            f"{type(tracker).__name__} failed and is off from here on ({type(error).__name__}: {error}); "
+            f"{name} failed and is off from here on ({why}); "
             "training goes on, and the run folder has everything\n"
         )
