@@ -9,6 +9,7 @@ from typing import Any
 import torch.utils.data
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from gnmr_megatron.data.config import DataConfig
 from gnmr_megatron.data.manifest import DatasetInfo
@@ -39,7 +40,7 @@ def open_datasets(
         seed: seed of the order.
 
     Raises:
-        DataError: a split holds too few documents for one sequence.
+        DataError: a split holds no document.
     """
     prefixes = [str(prefix) for prefix in info.prefixes]
     settings = GPTDatasetConfig(
@@ -56,13 +57,20 @@ def open_datasets(
         eod_mask_loss=False,
         create_attention_mask=False,
     )
+    for prefix in prefixes:
+        _check_split(prefix, config.split, settings.split_matrix)
     train, valid, _ = BlendedMegatronDatasetBuilder(
-        GPTDataset, [train_samples, valid_samples, None], lambda: True, settings
+        GPTDataset, [train_samples, valid_samples, 0], lambda: True, settings
     ).build()
-    for name, dataset in (("training", train), ("held-out", valid)):
-        if dataset is None or len(dataset) == 0:
-            raise DataError(
-                f"data.split: '{config.split}' leaves no {name} sequence of {config.sequence_length} tokens; "
-                "give it a larger share, add text, or lower data.sequence_length"
-            )
     return Datasets(train, valid)
+
+
+def _check_split(prefix: str, split: str, matrix: list[tuple[float, float]]) -> None:
+    """Refuse a split without documents, which would keep the engine looking for text for ever."""
+    documents = len(IndexedDataset(prefix))
+    for name, (first, last) in zip(("training", "held-out"), matrix, strict=False):
+        if round(first * documents) == round(last * documents):
+            raise DataError(
+                f"data.split: '{split}' leaves no document of the {documents} in {prefix} for {name} text; "
+                "give it a larger share, or add text"
+            )

@@ -47,9 +47,9 @@ class _Recoverable:
         output = linear(input, weight, self.path, exchange=exchange, generator=self.generator)
         return output if bias is None else output + bias
 
-    def extra_repr(self) -> str:
-        """Unit and path, as shown by `print(model)`."""
-        return f"unit={self.unit_id}, path={self.path.name}"
+    def __repr__(self) -> str:
+        # the engine's column-parallel linear has a __repr__ of its own, so extra_repr would not show
+        return f"{type(self).__name__}(unit={self.unit_id}, path={self.path.name})"
 
 
 class RecoverableColumnLinear(_Recoverable, ColumnParallelLinear):

@@ -1,0 +1,206 @@
+"""The model in one process; its layouts are in tests/distributed."""
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gnmr_megatron.control.units import UnitTable
+from gnmr_megatron.distributed import engine_compat
+from gnmr_megatron.distributed.layout import ParallelLayout
+from gnmr_megatron.distributed.process_groups import (
+    gather_from_all,
+    start_process_groups,
+    stop_process_groups,
+)
+from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.models.config import LlamaConfig
+from gnmr_megatron.models.discovery import discover_units, local_linears
+from gnmr_megatron.models.llama import build_chunks, transformer_config
+from gnmr_megatron.models.switchboard import Switchboard
+from gnmr_megatron.precision.config import PrecisionConfig
+from gnmr_megatron.precision.paths import precision_path
+
+VOCAB, LENGTH = 50, 12
+CONFIG = LlamaConfig(
+    num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=2, dtype="fp32",
+    vocab_padding_multiple=64,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    start_process_groups(ParallelLayout(), seed=1, timeout=timedelta(seconds=30))
+    yield
+    stop_process_groups()
+
+
+def build(config=CONFIG, seed=1):
+    device = torch.device("cpu")
+    engine = transformer_config(
+        config, {**ParallelLayout().engine_fields(), **engine_compat.device_fields(device)}
+    )
+    (model,) = build_chunks(
+        config, engine, vocab_size=VOCAB, sequence_length=LENGTH, seed=seed, device=device
+    )
+    return model
+
+
+def run(model, tokens, labels=None):
+    positions = torch.arange(tokens.shape[1]).repeat(len(tokens), 1)
+    return model(tokens, positions, None, labels=labels)
+
+
+def reference_logits(weights, tokens):
+    """LLaMA in plain torch from Megatron's weights, for one sequence."""
+    heads, groups, size = CONFIG.num_attention_heads, CONFIG.query_groups, CONFIG.head_size
+    x = weights["embedding.word_embeddings.weight"][tokens]
+    frequencies = 10_000 ** (-torch.arange(0, size, 2) / size)
+    angles = torch.outer(torch.arange(len(tokens)), frequencies).repeat(1, 2)
+
+    def norm(x, weight):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+    def rotate(x):  # [sequence, heads, size]
+        half = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+        return x * angles.cos()[:, None] + half * angles.sin()[:, None]
+
+    for layer in range(CONFIG.num_layers):
+        w = {key.removeprefix(f"decoder.layers.{layer}."): value for key, value in weights.items()}
+        h = norm(x, w["input_layernorm.weight"])
+        qkv = (h @ w["self_attention.linear_qkv.weight"].T).view(
+            len(tokens), groups, heads // groups + 2, size
+        )
+        q = rotate(qkv[:, :, : heads // groups].reshape(len(tokens), heads, size))
+        k = rotate(qkv[:, :, -2]).repeat_interleave(heads // groups, 1)
+        v = qkv[:, :, -1].repeat_interleave(heads // groups, 1)
+        scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
+        scores = scores.masked_fill(
+            torch.ones(len(tokens), len(tokens)).triu(1).bool(), float("-inf")
+        )
+        attended = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).reshape(len(tokens), -1)
+        x = x + attended @ w["self_attention.linear_proj.weight"].T
+        gate, up = (norm(x, w["pre_mlp_layernorm.weight"]) @ w["mlp.linear_fc1.weight"].T).chunk(
+            2, -1
+        )
+        x = x + (F.silu(gate) * up) @ w["mlp.linear_fc2.weight"].T
+    return norm(x, weights["decoder.final_layernorm.weight"]) @ weights["output_layer.weight"].T
+
+
+def test_logits_are_those_of_llama():
+    model = build()
+    with torch.no_grad():
+        for (
+            parameter
+        ) in model.parameters():  # larger than at the start, so that every part has a say
+            parameter.mul_(3).add_(0.05 * torch.randn_like(parameter))
+    tokens = torch.randint(0, VOCAB, (1, LENGTH), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours = run(model, tokens)[0, :, :VOCAB]
+        theirs = reference_logits(dict(model.named_parameters()), tokens[0])[:, :VOCAB]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_padded_vocabulary_takes_no_part_in_the_loss():
+    model = build()
+    tokens = torch.randint(0, VOCAB, (2, LENGTH))
+    labels = torch.randint(0, VOCAB, (2, LENGTH))
+    losses = run(model, tokens, labels)
+    logits = run(model, tokens)[..., :VOCAB]
+    torch.testing.assert_close(
+        losses, F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    )
+    losses.sum().backward()
+    assert model.output_layer.weight.shape[0] == 64
+    assert not model.output_layer.weight.grad[VOCAB:].any()
+    assert model.output_layer.weight.grad[:VOCAB].any()
+
+
+def test_initial_weights_depend_on_name_and_seed_alone():
+    first, again, other = (dict(build(seed=seed).named_parameters()) for seed in (1, 1, 2))
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name])
+        if weight.dim() == 2:
+            assert not torch.equal(weight, other[name])
+    deviation = {name: weight.std().item() for name, weight in first.items() if weight.dim() == 2}
+    assert deviation["decoder.layers.0.mlp.linear_fc1.weight"] == pytest.approx(0.02, rel=0.1)
+    assert deviation["decoder.layers.0.mlp.linear_fc2.weight"] == pytest.approx(
+        0.02 / 2, rel=0.1
+    )  # sqrt(2 * 2 layers)
+
+
+def test_every_projection_is_a_unit_in_the_order_of_the_forward_pass():
+    units = discover_units(local_linears([build()]), gather_from_all)
+    assert [(unit.layer, unit.operator, unit.shape) for unit in units][:4] == [
+        (0, "linear_qkv", (64, 32)),
+        (0, "linear_proj", (32, 32)),
+        (0, "linear_fc1", (128, 32)),
+        (0, "linear_fc2", (32, 64)),
+    ]
+    assert units[5].id == "decoder.layers.1.self_attention.linear_proj"
+    assert len(units) == 8
+
+
+def switchboard(model, rounding="nearest"):
+    settings = PrecisionConfig(group_size=16, rounding=rounding)
+    linears = local_linears([model])
+    units: UnitTable = discover_units(linears, gather_from_all)
+    paths = {
+        "low": precision_path("saved_int4", settings),
+        "recovery": precision_path("saved_int8", settings),
+    }
+    return Switchboard(units, linears, **paths), units
+
+
+def gradients(model):
+    model.zero_grad()
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % VOCAB
+    run(model, tokens, tokens).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_a_recovered_unit_alone_changes_its_weight_gradient():
+    model = build()
+    board, units = switchboard(model)
+    low = gradients(model)
+    board.apply(np.array([5]), step=1)
+    recovered = gradients(model)
+    changed = {name for name in low if not torch.equal(low[name], recovered[name])}
+    assert changed == {units[5].id + ".weight"}
+    board.apply(np.array([], dtype=np.int64), step=2)
+    back = gradients(model)
+    assert all(torch.equal(low[name], back[name]) for name in low)
+    assert f"unit={units[5].id}, path=saved_int4" in repr(model)
+
+
+def test_stochastic_rounding_repeats_with_the_step_and_changes_with_it():
+    model = build()
+    board, _ = switchboard(model, rounding="stochastic")
+    results = []
+    for step in (1, 1, 2):
+        board.apply(np.array([], dtype=np.int64), step=step)
+        results.append(gradients(model)["decoder.layers.0.mlp.linear_fc1.weight"])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 0}, r"model\.num_layers: 0 must be at least 1"),
+        (
+            {"hidden_size": 100},
+            r"model\.hidden_size: 100 must be an even multiple of model\.num_attention_heads",
+        ),
+        (
+            {"num_query_groups": 3},
+            r"model\.num_query_groups: 3 must divide model\.num_attention_heads \(8\)",
+        ),
+        ({"init_std": 0.0}, r"model\.init_std and model\.norm_epsilon must be positive"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_their_keys(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        LlamaConfig(**fields)
