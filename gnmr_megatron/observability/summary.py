@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gnmr_megatron.errors import DataError
-from gnmr_megatron.observability.console import short_unit
-from gnmr_megatron.observability.event_log import FILE
+from gnmr_megatron.observability.console import duration, short_unit
+from gnmr_megatron.observability.event_log import FILE, SUPERSEDED
 from gnmr_megatron.observability.events import (
     CheckpointEvent,
     EvaluationEvent,
+    Event,
+    EventReader,
     FaultEvent,
     FinishEvent,
     StartEvent,
     StepEvent,
-    read_events,
+    strict_json,
 )
+from gnmr_megatron.observability.risk_matrix import MATRIX, UNITS
+
+FILES = ("config.yaml", FILE, SUPERSEDED, MATRIX, UNITS, "checkpoints", "wandb")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +49,7 @@ class RunSummary:
         seconds: time of all steps.
         faults: steps or incidents that were survived.
         checkpoint: newest checkpoint, if any.
+        files: what the run folder holds.
     """
 
     run: str
@@ -63,76 +69,104 @@ class RunSummary:
     seconds: float
     faults: int
     checkpoint: str | None
+    files: list[str]
 
 
 def summarize(folder: Path) -> RunSummary:
     """Read a run folder, also while the run still writes it.
 
     Raises:
-        DataError: there are no events in the folder.
+        DataError: there are no events in the folder, or one is broken; names file and line.
     """
     path = folder / FILE
     if not path.exists():
         raise DataError(f"{folder}: is no run folder, it has no {FILE}")
-    start: StartEvent | None = None
-    steps: list[StepEvent] = []
-    evaluation: EvaluationEvent | None = None
-    finish: FinishEvent | None = None
-    checkpoint: str | None = None
-    faults = 0
-    for event in read_events(path):
-        if isinstance(event, StartEvent):
-            start, finish = event, None
-        elif isinstance(event, StepEvent):
-            steps.append(event)
-        elif isinstance(event, EvaluationEvent):
-            evaluation = event
-        elif isinstance(event, CheckpointEvent):
-            checkpoint = event.path
-        elif isinstance(event, FaultEvent):
-            faults += 1
-        elif isinstance(event, FinishEvent):
-            finish = event
+    tally = _Tally()
+    for event in EventReader(path):
+        tally.add(event)
+    start, last = tally.start, tally.last
     if start is None:
         raise DataError(
             f"{path}: has no start event yet; the run is still being set up, or it failed there"
         )
-    recovered = Counter(unit for step in steps for unit in step.recovered)
-    unit_steps = max(start.num_units * len(steps), 1)
-    seconds = sum(step.step_seconds for step in steps)
+    unit_steps = max(start.num_units * tally.steps, 1)
+    control_share = tally.control_seconds / tally.seconds if tally.seconds else 0.0
     return RunSummary(
         run=str(folder),
-        finished=finish.reason if finish else None,
-        steps=len(steps),
-        tokens=steps[-1].tokens if steps else 0,
-        first_loss=steps[0].loss if steps else None,
-        last_loss=steps[-1].loss if steps else None,
-        held_out_loss=evaluation.loss if evaluation else None,
-        perplexity=evaluation.perplexity if evaluation else None,
+        finished=tally.finish.reason if tally.finish else None,
+        steps=tally.steps,
+        tokens=last.tokens if last else 0,
+        first_loss=tally.first_loss,
+        last_loss=last.loss if last else None,
+        held_out_loss=tally.evaluation.loss if tally.evaluation else None,
+        perplexity=tally.evaluation.perplexity if tally.evaluation else None,
         num_units=start.num_units,
-        recovered_unit_steps=recovered.total(),
-        recovered_percent=100 * recovered.total() / unit_steps,
-        over_threshold_percent=100 * sum(step.over_threshold for step in steps) / unit_steps,
-        most_recovered=recovered.most_common(5),
-        control_percent=100 * sum(step.control_seconds for step in steps) / seconds
-        if seconds
-        else 0.0,
-        seconds=seconds,
-        faults=faults,
-        checkpoint=checkpoint,
+        recovered_unit_steps=tally.recovered.total(),
+        recovered_percent=100 * tally.recovered.total() / unit_steps,
+        over_threshold_percent=100 * tally.over_threshold / unit_steps,
+        most_recovered=tally.recovered.most_common(5),
+        control_percent=100 * control_share,
+        seconds=tally.seconds,
+        faults=tally.faults,
+        checkpoint=tally.checkpoint,
+        files=[name for name in FILES if (folder / name).exists()],
     )
 
 
+@dataclass
+class _Tally:
+    """What is added up over the events; a long run doesn't fit in memory as a list."""
+
+    start: StartEvent | None = None
+    last: StepEvent | None = None
+    evaluation: EvaluationEvent | None = None
+    finish: FinishEvent | None = None
+    checkpoint: str | None = None
+    first_loss: float | None = None
+    steps: int = 0
+    faults: int = 0
+    over_threshold: int = 0
+    seconds: float = 0.0
+    control_seconds: float = 0.0
+    recovered: Counter[str] = field(default_factory=Counter)
+
+    def add(self, event: Event) -> None:
+        """Take in the next event."""
+        if isinstance(event, StartEvent):
+            self.start, self.finish = event, None
+        elif isinstance(event, StepEvent):
+            self._add_step(event)
+        elif isinstance(event, EvaluationEvent):
+            self.evaluation = event
+        elif isinstance(event, CheckpointEvent):
+            self.checkpoint = event.path
+        elif isinstance(event, FaultEvent):
+            self.faults += 1
+        elif isinstance(event, FinishEvent):
+            self.finish = event
+
+    def _add_step(self, event: StepEvent) -> None:
+        if self.last is None:
+            self.first_loss = event.loss
+        self.last = event
+        self.steps += 1
+        self.over_threshold += event.over_threshold
+        self.seconds += event.step_seconds
+        self.control_seconds += event.control_seconds
+        self.recovered.update(event.recovered)
+
+
 def as_dict(summary: RunSummary) -> dict[str, Any]:
-    """Plain values for JSON."""
-    return dataclasses.asdict(summary)
+    """Plain values for strict JSON; NaN and infinities are strings, as in events.jsonl."""
+    values: dict[str, Any] = strict_json(dataclasses.asdict(summary))
+    return values
 
 
 def render(summary: RunSummary) -> str:
     """A few lines for people."""
     rows = [
         ("run", f"{summary.run} ({summary.finished or 'not finished'})"),
-        ("steps", f"{summary.steps:,} ({summary.tokens:,} tokens, {summary.seconds:.0f} s)"),
+        ("steps", f"{summary.steps:,} ({summary.tokens:,} tokens, {duration(summary.seconds)})"),
         ("loss", _change(summary.first_loss, summary.last_loss)),
         ("held-out", _held_out(summary)),
         (
@@ -148,6 +182,7 @@ def render(summary: RunSummary) -> str:
         ("control", f"{summary.control_percent:.3f} % of the step time"),
         ("faults", str(summary.faults) if summary.faults else "none"),
         ("checkpoint", summary.checkpoint or "none"),
+        ("files", ", ".join(summary.files)),
     ]
     return "\n".join(f"{name:10} {text}" for name, text in rows)
 

@@ -92,6 +92,7 @@ class WandbTracker:
 def _open_run(folder: Path, config: TrackingConfig, run_config: dict[str, Any]) -> wandb.Run:
     import wandb
 
+    wandb.setup(wandb.Settings(silent=True))  # silent from here: else it asks for a key and waits
     run = wandb.init(
         mode=config.wandb_mode,
         dir=str(folder),
@@ -102,7 +103,9 @@ def _open_run(folder: Path, config: TrackingConfig, run_config: dict[str, Any]) 
         resume="allow" if config.wandb_mode == "online" else None,
         tags=config.wandb_tags,
         config=run_config,
-        settings=wandb.Settings(silent=True, console="off", finish_timeout=FINISH_SECONDS),
+        settings=wandb.Settings(
+            silent=True, console="off", finish_timeout=FINISH_SECONDS, login_timeout=3
+        ),
     )
     run.define_metric(STEP, hidden=True)
     run.define_metric("*", step_metric=STEP)

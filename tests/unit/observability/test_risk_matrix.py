@@ -39,12 +39,8 @@ def write(folder, steps):
 def test_one_numpy_call_reads_the_matrix(tmp_path):
     norms = write(tmp_path, range(1, 6))
     description = json.loads((tmp_path / "units.json").read_text())
-    dtype = np.dtype(
-        [
-            tuple(tuple(part) if isinstance(part, list) else part for part in field)
-            for field in description["dtype"]
-        ]
-    )
+    dtype = np.dtype(description["dtype"])
+    assert dtype.itemsize == 8 + 1 + 8 + 4 * (8 + 4 + 4 + 1)
     records = np.fromfile(tmp_path / "risk_matrix.bin", dtype)
     np.testing.assert_array_equal(
         records["norm"], norms
