@@ -108,13 +108,13 @@ class ConsoleTracker:
     def _step_line(self, event: StepEvent, total: int) -> Text:
         eta = duration((total - event.step) * self._step_seconds) if total else "-"
         budget = self._max_recovered if event.max_recovered is None else event.max_recovered
-        line = Text(_progress(event.step, total), "bold")
-        line.append(f"  eta {eta:>7}  loss {event.loss:7.4f}  lr {event.learning_rate:.2e}", "none")
-        line.append(f"  grad {event.grad_norm:8.3g}  {event.tokens_per_second:9,.0f} tok/s", "none")
-        busy = "yellow" if event.recovered else "none"
+        line = Text().append(_progress(event.step, total), "bold")
+        line.append(f"  eta {eta:>7}  loss {event.loss:7.4f}  lr {event.learning_rate:.2e}")
+        line.append(f"  grad {event.grad_norm:8.3g}  {event.tokens_per_second:9,.0f} tok/s")
+        busy = "yellow" if event.recovered else ""
         line.append(f"  recovered {len(event.recovered)}/{budget}", busy)
         if event.riskiest_unit is not None:
-            hot = "red" if event.riskiest_score > 1 else "none"
+            hot = "red" if event.riskiest_score > 1 else ""
             unit = _printable(short_unit(event.riskiest_unit))
             line.append(f"  riskiest {unit:8} {event.riskiest_score:5.2f}", hot)
         if not event.updated:

@@ -182,7 +182,7 @@ def from_line(line: str | bytes) -> Event:
     if not isinstance(record, dict):
         raise ValueError("a JSON object was expected")
     name = record.pop("event", None)
-    if name not in EVENTS:
+    if not isinstance(name, str) or name not in EVENTS:
         raise ValueError(f"unknown event {name!r}; known are {', '.join(EVENTS)}")
     schema = record.get("schema_version", SCHEMA_VERSION)
     if schema != SCHEMA_VERSION:

@@ -1,7 +1,13 @@
 import io
+import math
 import re
+import subprocess
+import sys
+from pathlib import Path
 
-from gnmr_megatron.observability.console import ConsoleTracker, short_unit
+import pytest
+
+from gnmr_megatron.observability.console import ConsoleTracker, duration, short_unit
 from gnmr_megatron.observability.events import (
     CheckpointEvent,
     EvaluationEvent,
@@ -83,3 +89,90 @@ def test_only_some_steps_are_printed_but_always_the_first_and_the_last():
 def test_units_are_named_shortly():
     assert short_unit("decoder.layers.12.self_attention.linear_qkv") == "L12.qkv"
     assert short_unit("something.else") == "something.else"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00:00"),
+        (59.6, "0:01:00"),
+        (49598, "13:46:38"),
+        (86399.7, "1d 00:00"),
+        (999_998, "11d 13:46"),
+        (1e12, "11574074d 01:46"),
+        (math.nan, "-"),
+        (math.inf, "-"),
+    ],
+)
+def test_durations_are_legible_at_any_length(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_a_budget_that_changes_is_that_of_the_step():
+    *_, line = lines_of([start_event(), step_event(1, max_recovered=5)])
+    assert "recovered 0/5" in line
+
+
+def test_a_step_without_a_start_is_a_line_too():
+    (line,) = lines_of([step_event(7, loss=math.nan, grad_norm=math.inf)])
+    assert line.startswith("step 7  eta       -  loss     nan")
+    assert "grad      inf" in line
+
+
+def test_a_message_stays_on_one_line_and_brings_no_control_characters():
+    message = "bad\nnews \x1b[31mred\x1b[0m [bold]not markup[/bold]"
+    event = FaultEvent(step=3, kind="signal", rank=None, units=list("abcdefg"), message=message)
+    (line,) = lines_of([event])
+    text = "bad news ?[31mred?[0m [bold]not markup[/bold] (a, b, c, d, e and 2 more)"
+    assert line == f"fault      step 3: {text}"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_colours_and_the_same_words(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    events = [start_event(), step_event(1, recovered=["a"], riskiest_score=2.0, updated=False)]
+    out = Terminal()
+    console = ConsoleTracker(file=out)
+    for event in events:
+        console.record(event)
+    assert "\x1b[33m  recovered 1/2" in out.getvalue()
+    assert "\x1b[31m  SKIPPED" in out.getvalue()
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+    assert plain.splitlines() == lines_of(events)
+
+
+def test_a_reader_that_goes_away_does_not_stop_training():
+    code = (
+        "import sys\n"
+        "from gnmr_megatron.observability.console import ConsoleTracker\n"
+        "from gnmr_megatron.observability.trackers import TrackerGroup\n"
+        "from tests.unit.observability.test_events import start_event, step_event\n"
+        "trackers = TrackerGroup([ConsoleTracker()])\n"
+        "trackers.record(start_event())\n"
+        "sys.stdin.read()  # until the reader is gone\n"
+        "for step in range(1, 21): trackers.record(step_event(step))\n"
+        "print('a summary that nobody reads')\n"
+        "sys.stderr.write('trained to the end')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[3],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline().startswith("start")
+    process.stdout.close()
+    process.stdin.close()
+    warning, last = process.stderr.read().splitlines()
+    process.stderr.close()
+    assert warning.startswith("ConsoleTracker failed and is off from here on (BrokenPipeError")
+    assert last == "trained to the end"
+    assert process.wait() == 0

@@ -11,6 +11,7 @@ from gnmr_megatron.observability.events import (
     CheckpointEvent,
     DecisionEvent,
     EvaluationEvent,
+    EventReader,
     FaultEvent,
     FinishEvent,
     SelectedUnit,
@@ -68,6 +69,8 @@ EVENTS = st.one_of(
         recovered=st.lists(NAMES, max_size=3),
         riskiest_unit=st.none() | NAMES,
         riskiest_score=NUMBERS,
+        max_recovered=st.none() | st.integers(0, 9),
+        total_steps=st.none() | st.integers(1, 9),
     ),
     st.builds(
         DecisionEvent,
@@ -113,7 +116,7 @@ EVENTS = st.one_of(
         bytes=st.integers(0),
         kind=NAMES,
     ),
-    st.builds(start_event),
+    st.builds(start_event, resumed_from=st.none() | NAMES, num_parameters=st.none() | st.just(58)),
 )
 
 
@@ -143,16 +146,58 @@ def test_a_last_line_that_is_still_written_is_left_out(tmp_path):
     path = tmp_path / "events.jsonl"
     path.write_text(to_line(step_event(1)) + to_line(step_event(2))[:-20])
     assert [event.step for event in read_events(path)] == [1]
+    reader = EventReader(path)
+    assert len(list(reader)) == 1
+    assert reader.half_line == 2
+    path.write_text(to_line(step_event(1)))
+    assert len(list(reader)) == 1
+    assert reader.half_line is None
 
 
-@pytest.mark.parametrize(
-    "line", ["{broken\n", '{"event": "party"}\n', '{"event": "step"}\n', "[1]\n"]
-)
-def test_a_broken_line_is_an_error_with_file_and_line(tmp_path, line):
+def changed(event, **changes):
+    """The event's line with other values; `...` takes a field away."""
+    record = {**json.loads(to_line(event)), **changes}
+    kept = {key: value for key, value in record.items() if value is not ...}
+    return json.dumps(kept).encode() + b"\n"
+
+
+UNIT = {"unit": "a", "gnmr": 1.0, "delta_gnmr": 1.0, "score": 1.0, "lock": 0, "reason": "risky"}
+DECISION = DecisionEvent(step=1, selected=[SelectedUnit(**UNIT)])
+BROKEN = {
+    b"{broken\n": "Expecting property name",
+    b"\x00\x00\xff\n": "",
+    b"\n": "Expecting value",
+    b"[1]\n": "a JSON object was expected",
+    b'{"event": "party"}\n': "unknown event 'party'; known are start, step, decision",
+    b'{"event": ["step"]}\n': r"unknown event \['step'\]",
+    changed(step_event(1), loss=...): "missing 1 required keyword-only argument: 'loss'",
+    changed(step_event(1), loss="high"): "loss: 'high' is no float",
+    changed(step_event(1), loss=None): "loss: None is no float",
+    changed(step_event(1), step="1"): "step: '1' is no int",
+    changed(step_event(1), updated=1): "updated: 1 is no bool",
+    changed(step_event(1), recovered="L3.fc1"): "recovered: 'L3.fc1' is no list",
+    changed(step_event(1), recovered=[3]): "recovered: 3 is no str",
+    changed(step_event(1), mood="good", hue=1): "unknown fields hue, mood",
+    changed(DECISION, selected=...): "missing 1 required keyword-only argument: 'selected'",
+    changed(DECISION, selected=[3]): "SelectedUnit: a JSON object was expected",
+    changed(DECISION, selected=[{**UNIT, "gnmr": "?"}]): r"gnmr: '\?' is no float",
+    changed(start_event(), schema_version=2): "schema_version 2; this version reads 1",
+}
+
+
+@pytest.mark.parametrize("line", BROKEN)
+def test_a_broken_line_is_an_error_with_file_line_and_reason(tmp_path, line):
     path = tmp_path / "events.jsonl"
-    path.write_text(to_line(step_event(1)) + line + to_line(step_event(2)))
-    with pytest.raises(DataError, match=r"events\.jsonl:2: is no event that this version knows"):
-        list(read_events(path))
+    path.write_bytes(to_line(step_event(1)).encode() + line + to_line(step_event(2)).encode())
+    message = rf"events\.jsonl:2: is no event that this version knows: .*{BROKEN[line]}"
+    with pytest.raises(DataError, match=message):
+        read_events(path)
+
+
+def test_fields_that_came_later_may_be_missing():
+    step = from_line(changed(step_event(1), max_recovered=..., total_steps=...))
+    assert (step.max_recovered, step.total_steps) == (None, None)
+    assert from_line(changed(start_event(), num_parameters=...)).num_parameters is None
 
 
 def steps_of(path):
@@ -186,3 +231,26 @@ def test_a_second_resume_at_the_same_step_keeps_one_record_of_each_step(tmp_path
         log.append(step_event(1))
         log.close()
     assert [step for name, step in steps_of(tmp_path / "events.jsonl") if name == "step"] == [1]
+
+
+def test_a_broken_line_among_those_to_keep_stops_the_resume_and_nothing_changes(tmp_path):
+    path = tmp_path / "events.jsonl"
+    lines = [to_line(step_event(1)), "{broken\n", to_line(step_event(2)), to_line(step_event(3))]
+    path.write_text("".join(lines))
+    with pytest.raises(DataError, match=r"events\.jsonl:2: .*mend or remove this line"):
+        EventLog.resume(tmp_path, 2)
+    assert path.read_text() == "".join(lines)
+
+
+def test_what_a_crash_left_behind_the_last_step_moves_aside(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(to_line(step_event(1)).encode() + b"{broken\n\x00\x00\xff")
+    EventLog.resume(tmp_path, 1).close()
+    assert steps_of(path) == [("step", 1)]
+    assert (tmp_path / "events.superseded.jsonl").read_bytes() == b"{broken\n\x00\x00\xff\n"
+
+
+def test_a_summary_in_the_last_event_comes_back():
+    last = {"step": 1, "reason": "completed", "loss": 1.0, "seconds": 1.0, "tokens": 1}
+    line = to_line(FinishEvent(summary={"last_loss": math.nan, "units": [1.5]}, **last))
+    assert from_line(line).summary == {"last_loss": "nan", "units": [1.5]}

@@ -74,10 +74,63 @@ def test_a_half_written_record_is_left_out_and_cut_off_on_resume(tmp_path):
     np.testing.assert_array_equal(matrix.norms[:3], norms[:3])
 
 
-def test_resume_with_other_units_is_refused(tmp_path):
+def renamed(table, old, new):
+    return UnitTable(Unit(u.layer, u.position, u.id.replace(old, new), u.shape) for u in table)
+
+
+OTHERS = {
+    "is of 4 other units, this model has 1": UnitTable([UNITS[0]]),
+    "column 1 is decoder.layers.0.mlp.linear_fc1, in this model decoder.layers.0.mlp.linear_fc2": (
+        renamed(UNITS, "linear_fc1", "linear_fc2")
+    ),
+    "is of units of the same names but other shapes": UnitTable(
+        Unit(u.layer, u.position, u.id, (4, 8)) for u in UNITS
+    ),
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_other_units_are_refused_in_a_line(tmp_path, message):
     write(tmp_path, range(1, 3))
-    with pytest.raises(DataError, match="is of 4 other units"):
-        RiskMatrixWriter.resume(tmp_path, UnitTable([UNITS[0]]), 1)
+    before = (tmp_path / "risk_matrix.bin").read_bytes()
+    for read in (
+        lambda units: read_risk_matrix(tmp_path, units=units),
+        lambda units: RiskMatrixWriter.resume(tmp_path, units, 1),
+    ):
+        with pytest.raises(DataError, match=f"risk_matrix.bin: .*{message}; use another") as error:
+            read(OTHERS[message])
+        assert "\n" not in str(error.value)
+    assert (tmp_path / "risk_matrix.bin").read_bytes() == before
+    assert read_risk_matrix(tmp_path, units=UNITS).units == UNITS.ids
+
+
+def test_another_version_is_refused(tmp_path):
+    write(tmp_path, range(1, 3))
+    path = tmp_path / "units.json"
+    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
+    with pytest.raises(DataError, match=r"units\.json: has schema 2, not 1"):
+        read_risk_matrix(tmp_path)
+
+
+def test_numbers_that_are_not_finite_or_too_large_for_a_ratio_are_kept(tmp_path):
+    writer = RiskMatrixWriter(tmp_path, UNITS)
+    norms = np.array([np.nan, np.inf, 1e300, 0.0])
+    nothing = np.array([], dtype=np.int64)
+    writer.append(
+        step=1,
+        updated=False,
+        global_norm=np.nan,
+        norms=norms,
+        gnmr=norms,
+        delta_gnmr=norms,
+        recovered=nothing,
+        selected=nothing,
+    )
+    writer.close()
+    matrix = read_risk_matrix(tmp_path)
+    np.testing.assert_array_equal(matrix.norms, [norms])
+    np.testing.assert_array_equal(matrix.gnmr, [[np.nan, np.inf, np.inf, 0.0]])
+    assert not matrix.updated[0]
 
 
 def test_a_folder_without_a_matrix_is_refused(tmp_path):

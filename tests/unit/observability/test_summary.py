@@ -1,3 +1,6 @@
+import json
+import math
+
 import pytest
 
 from gnmr_megatron.errors import DataError
@@ -8,7 +11,7 @@ from gnmr_megatron.observability.events import (
     FaultEvent,
     FinishEvent,
 )
-from gnmr_megatron.observability.summary import render, summarize
+from gnmr_megatron.observability.summary import as_dict, render, summarize
 from tests.unit.observability.test_events import start_event, step_event
 
 A, B = "decoder.layers.0.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
@@ -71,3 +74,30 @@ def test_a_run_that_still_goes_on_is_summarised_so_far(run):
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"is no run folder, it has no events\.jsonl"):
         summarize(tmp_path)
+
+
+def test_figures_are_strict_json_also_where_the_loss_is_not_finite(run):
+    log = EventLog.resume(run, 4)
+    log.append(step_event(5, loss=math.nan))
+    log.close()
+    text = json.dumps(as_dict(summarize(run)), allow_nan=False)
+    values = json.loads(text)
+    assert (values["first_loss"], values["last_loss"]) == (4.0, "nan")
+    assert values["most_recovered"] == [[A, 3], [B, 1]]
+    assert values["files"] == ["events.jsonl"]
+
+
+def test_a_run_that_goes_on_after_its_end_is_not_finished(run):
+    log = EventLog.resume(run, 4)
+    log.append(start_event(5))
+    log.close()
+    assert summarize(run).finished is None
+
+
+def test_a_run_without_a_step_has_a_summary(tmp_path):
+    log = EventLog(tmp_path)
+    log.append(start_event())
+    log.close()
+    text = render(summarize(tmp_path))
+    assert "no step yet" in text
+    assert "not evaluated" in text
