@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.training.config import RunConfig, validate
-from gnmr_megatron.training.config_files import parse_run, run_parser
+from gnmr_megatron.training.config_files import parse_run, run_parser, with_saved_settings
 
 DESCRIPTION = """\
 Train a LLaMA with low-precision linears; between steps, GNMR decides which few of them run on the recovery
@@ -22,12 +22,13 @@ EPILOG = """\
 examples:
   gnmr-megatron train --config configs/runs/quickstart.yaml
   gnmr-megatron train --config configs/runs/quickstart.yaml --model.num_layers 8 --gnmr.alpha 2.5
-  gnmr-megatron train --config configs/runs/quickstart.yaml --resume latest
+  gnmr-megatron train --resume runs/quickstart
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m gnmr_megatron train --config configs/runs/llama2_7b.yaml
 
 The run folder holds config.yaml, events.jsonl, risk_matrix.bin, units.json, checkpoints/ and wandb/.
-SIGTERM saves a checkpoint after the current step and exits with 0; --resume goes on with equal losses."""
+SIGTERM saves a checkpoint after the current step and exits with 0; --resume RUN goes on with equal losses,
+with the settings of RUN unless --config gives others."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -38,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         action="store_true",
         help="print one JSON object of the run's summary at the end, and nothing else on standard output",
     )
-    config, options = parse_run(parser, arguments)
+    config, options = parse_run(parser, with_saved_settings(arguments))
     world_size = int(os.environ.get("WORLD_SIZE", "0"))
     if world_size == 0:
         validate(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -51,7 +52,7 @@ def parse_run(
         ConfigError: with file and line where a file is wrong, a suggestion for an unknown key, and one line for
             each value out of range.
     """
-    for path in _config_paths(arguments):
+    for path in _values("--config", arguments):
         _check_keys(Path(path), RunConfig, prefix="")
     try:
         parsed = parser.parse_args(list(arguments))
@@ -74,8 +75,17 @@ def parse_run(
 
 
 def write_config(config: RunConfig, path: Path) -> None:
-    """Write the resolved settings so that `--config` reads them back."""
-    path.write_text(yaml.safe_dump(dataclasses.asdict(config), sort_keys=False))
+    """Write the resolved settings so that `--config` reads them back, as those of a new run."""
+    settings = dataclasses.asdict(dataclasses.replace(config, resume=None))
+    path.write_text(yaml.safe_dump(settings, sort_keys=False))
+
+
+def with_saved_settings(arguments: Sequence[str]) -> list[str]:
+    """Put the settings of the run that `--resume RUN` names before all others, unless a file is given."""
+    runs = _values("--resume", arguments)
+    if not runs or runs[-1] in ("latest", "auto") or _values("--config", arguments):
+        return list(arguments)
+    return ["--config", str(Path(runs[-1]) / "config.yaml"), *arguments]
 
 
 def _sections(config_class: type) -> dict[str, type]:
@@ -87,12 +97,14 @@ def _sections(config_class: type) -> dict[str, type]:
     }
 
 
-def _config_paths(arguments: Sequence[str]) -> Iterator[str]:
-    for position, argument in enumerate(arguments):
-        if argument == "--config" and position + 1 < len(arguments):
-            yield arguments[position + 1]
-        elif argument.startswith("--config="):
-            yield argument.partition("=")[2]
+def _values(option: str, arguments: Sequence[str]) -> list[str]:
+    """Values of an option, given as `--option VALUE` or `--option=VALUE`."""
+    pairs = itertools.pairwise([*arguments, ""])
+    return [
+        following if argument == option else argument.partition("=")[2]
+        for argument, following in pairs
+        if argument == option or argument.startswith(f"{option}=")
+    ]
 
 
 def _check_keys(path: Path, config_class: type, *, prefix: str) -> None:

@@ -18,8 +18,21 @@ class RunReport:
     summary: RunSummary
 
     def as_text(self) -> str:
-        """For people."""
-        return render(self.summary)
+        """For people: the summary, and what to do with the run."""
+        run = self.summary.run
+        suggestions = [
+            f"gnmr-megatron summary {run} --json",
+            f"gnmr-megatron train --config {run}/config.yaml --gnmr.alpha 2.0 --gnmr.max_recovered 4",
+            f"gnmr-megatron train --config {run}/config.yaml --gnmr.mode monitor",
+        ]
+        if self.summary.finished == "signal":
+            suggestions.insert(0, f"gnmr-megatron train --resume {run}")
+        elif "wandb" in self.summary.files:
+            suggestions.append(f"wandb sync {run}/wandb/offline-run-*")
+        first, *others = suggestions
+        return "\n".join(
+            [render(self.summary), f"try next   {first}", *(f"{'':10} {line}" for line in others)]
+        )
 
     def as_json(self) -> str:
         """One JSON object on one line."""

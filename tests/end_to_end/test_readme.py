@@ -1,0 +1,131 @@
+"""What the README tells people to type does what it says, on a smaller budget."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from gnmr_megatron.observability.events import StartEvent, StepEvent, read_events
+from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from tests.conftest import ROOT, run_cli
+from tests.references.wandb_file import history
+
+README = (ROOT / "README.md").read_text()
+SMALL = [
+    "--model.hidden_size=64", "--model.ffn_hidden_size=128", "--precision.group_size=32", "--train.steps=6",
+    "--train.global_batch_size=8", "--train.micro_batch_size=2", "--train.eval_samples=8", "--optimizer.warmup_steps=2",
+    "--data.train_samples=1000",
+]  # fmt: skip
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A folder in which the README's commands find what they name."""
+    folder = tmp_path_factory.mktemp("clone")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def typed(clone):
+    """Output of every `gnmr-megatron` line of the README, typed in order."""
+    lines = [
+        line
+        for block in blocks("sh")
+        for line in block.splitlines()
+        if line.startswith("gnmr-megatron")
+    ]
+    outputs = {}
+    for line in lines:
+        _, verb, *arguments = shlex.split(line, comments=True)
+        extra = {"prepare-data": ["--max-documents", "60"], "train": SMALL}.get(verb, [])
+        if "--resume" in arguments:  # all other settings are those of the run
+            extra = ["--train.steps=8"]
+        if verb == "prepare-data":
+            arguments[arguments.index("--vocab-size") + 1] = "500"
+        result = run_cli(verb, *arguments, *extra, cwd=clone)
+        assert result.returncode == 0, f"{line}\n{result.stderr}"
+        outputs[line] = result.stdout
+    return outputs
+
+
+def test_the_commands_run_in_the_order_in_which_they_stand(typed, clone):
+    assert [line.split()[1] for line in typed] == ["prepare-data", "train", "train", "summary"]
+    assert sorted(path.name for path in (clone / "runs").iterdir()) == ["quickstart"]
+
+
+def test_training_tells_what_it_did_and_what_to_do_next(typed):
+    first = next(text for line, text in typed.items() if " train " in line)
+    assert "quickstart: 4 processes (TP 2 x PP 2), 32 units, policy gnmr (active)" in first
+    assert len(re.findall(r"^step +\d+/6", first, re.MULTILINE)) == 6
+    for name in (
+        "loss",
+        "held-out",
+        "recovered",
+        "most often",
+        "control",
+        "checkpoint",
+        "files",
+        "try next",
+    ):
+        assert re.search(rf"^{name} ", first, re.MULTILINE), name
+    assert "\x1b" not in first
+
+
+def test_the_run_folder_holds_what_the_readme_lists(typed, clone):
+    run = clone / "runs/quickstart"
+    for name in (
+        "config.yaml",
+        "events.jsonl",
+        "risk_matrix.bin",
+        "units.json",
+        "checkpoints",
+        "wandb",
+    ):
+        assert (run / name).exists()
+    events = list(read_events(run / "events.jsonl"))
+    assert [event.step for event in events if isinstance(event, StepEvent)] == list(range(1, 9))
+    assert read_risk_matrix(run).norms.shape == (8, 32)
+    logged = [
+        {json.loads(row["step"]) for row in history(path).values() if "train/loss" in row}
+        for path in sorted((run / "wandb").glob("offline-run-*/*.wandb"))
+    ]
+    assert logged == [{1, 2, 3, 4, 5, 6}, {7, 8}]
+    for line in (run / "events.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert next(event for event in events if isinstance(event, StartEvent)).world_size == 4
+
+
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_python_examples_run(number):
+    result = subprocess.run(
+        [sys.executable, "-c", blocks("python")[number]],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[9] == "10 ['decoder.layers.2.mlp.linear_fc1']"
+
+
+def test_the_make_targets_on_the_first_screen_exist():
+    targets = re.findall(r"^make (\w+)", blocks("sh")[0], re.MULTILINE)
+    assert targets == ["quickstart", "test"]
+    for target in targets:
+        subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_make_quickstart_runs_the_commands_that_the_tests_run():
+    plan = subprocess.run(
+        ["make", "-n", "quickstart"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    assert "gnmr-megatron prepare-data stdlib: --output data/stdlib --vocab-size 2048" in plan
+    assert "gnmr-megatron train --config configs/runs/quickstart.yaml" in plan
