@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.training.config import RunConfig, validate
-from gnmr_megatron.training.config_files import parse_run, run_parser, with_saved_settings
+from gnmr_megatron.training.config_files import parse_run, run_parser, with_resume
 
 DESCRIPTION = """\
 Train a LLaMA with low-precision linears; between steps, GNMR decides which few of them run on the recovery
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         action="store_true",
         help="print one JSON object of the run's summary at the end, and nothing else on standard output",
     )
-    config, options = parse_run(parser, with_saved_settings(arguments))
+    config, options = parse_run(parser, with_resume(arguments))
     world_size = int(os.environ.get("WORLD_SIZE", "0"))
     if world_size == 0:
         validate(

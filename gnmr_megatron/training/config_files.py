@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentParser, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.training.config import RunConfig
@@ -24,6 +24,7 @@ def run_parser(prog: str, *, description: str, epilog: str) -> ArgumentParser:
     """A parser of all settings of a run; parse with `parse_run`."""
     parser = ArgumentParser(
         prog=prog,
+        usage="%(prog)s [--config FILE] [--SECTION.KEY VALUE ...] [--resume RUN]",
         description=description,
         epilog=epilog,
         formatter_class=_HelpFormatter,
@@ -37,8 +38,11 @@ def run_parser(prog: str, *, description: str, epilog: str) -> ArgumentParser:
     return parser
 
 
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    pass
+class _HelpFormatter(DefaultHelpFormatter):
+    """Types and defaults of each setting, and description and examples as they were written."""
+
+    def _fill_text(self, text: str, _width: int, indent: str) -> str:
+        return "".join(indent + line for line in text.splitlines(keepends=True))
 
 
 def parse_run(
@@ -80,11 +84,16 @@ def write_config(config: RunConfig, path: Path) -> None:
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
 
 
-def with_saved_settings(arguments: Sequence[str]) -> list[str]:
-    """Put the settings of the run that `--resume RUN` names before all others, unless a file is given."""
+def with_resume(arguments: Sequence[str]) -> list[str]:
+    """Complete `--resume`: alone it means `latest`, and with a run its settings come first unless a file is given."""
+    pairs = itertools.pairwise([*arguments, "--"])
+    is_bare = [option == "--resume" and following.startswith("--") for option, following in pairs]
+    arguments = [
+        "--resume=latest" if bare else item for item, bare in zip(arguments, is_bare, strict=True)
+    ]
     runs = _values("--resume", arguments)
     if not runs or runs[-1] in ("latest", "auto") or _values("--config", arguments):
-        return list(arguments)
+        return arguments
     return ["--config", str(Path(runs[-1]) / "config.yaml"), *arguments]
 
 

@@ -5,7 +5,7 @@ import yaml
 
 from gnmr_megatron.errors import ConfigError, LayoutError
 from gnmr_megatron.training.config import RunConfig, validate
-from gnmr_megatron.training.config_files import parse_run, run_parser, write_config
+from gnmr_megatron.training.config_files import parse_run, run_parser, with_resume, write_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 RUNS = sorted((CONFIGS / "runs").glob("*.yaml"))
@@ -143,3 +143,22 @@ def test_sections_that_do_not_fit_each_other_are_refused(changes, message):
 
 def test_defaults_run_on_one_process():
     validate(RunConfig(), world_size=1, vocab_size=2048)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        (["--resume"], ["--resume=latest"]),
+        (["--resume", "--json"], ["--resume=latest", "--json"]),
+        (["--resume", "auto"], ["--resume", "auto"]),
+        (["--resume", "runs/x"], ["--config", "runs/x/config.yaml", "--resume", "runs/x"]),
+        (["--resume=runs/x"], ["--config", "runs/x/config.yaml", "--resume=runs/x"]),
+        (
+            ["--config", "a.yaml", "--resume", "runs/x"],
+            ["--config", "a.yaml", "--resume", "runs/x"],
+        ),
+        ([], []),
+    ],
+)
+def test_resume_may_stand_alone_or_name_a_run_whose_settings_then_count(typed, meant):
+    assert with_resume(typed) == meant
