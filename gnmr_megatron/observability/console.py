@@ -85,8 +85,9 @@ class ConsoleTracker:
         self._max_recovered, self._step_seconds = event.max_recovered, math.nan
         tensor = event.layout.get("tensor_model_parallel_size", 1)
         pipeline = event.layout.get("pipeline_model_parallel_size", 1)
+        processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
         parts = [
-            f"{event.run}: {event.world_size} processes (TP {tensor} x PP {pipeline})",
+            f"{event.run}: {processes} (TP {tensor} x PP {pipeline})",
             f"{event.num_units} units",
             f"policy {event.policy} ({event.mode})",
             f"at most {event.max_recovered} recovered",
@@ -153,4 +154,5 @@ def _progress(step: int, total: int) -> str:
 
 def _printable(text: str) -> str:
     """On one line, without control characters: messages come from anywhere."""
-    return "".join(sign if sign.isprintable() else "?" for sign in " ".join(text.split()))
+    line = " ".join(text.splitlines()).replace("\t", " ")
+    return "".join(sign if sign.isprintable() else "?" for sign in line)

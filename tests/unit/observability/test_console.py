@@ -47,7 +47,8 @@ def test_piped_output_is_one_plain_line_an_event():
     assert not re.search(r"[\x00-\x08\x0b-\x1f]", "".join(lines))
     assert long_path in lines[2]
     assert "step 1 on rank 3: skipped (L0.fc2)" in lines[3]
-    assert "perplexity 7.39" in lines[4]
+    assert lines[4] == "held-out   loss 2.0000  perplexity 7.39  10 tokens in 1.0 s"
+    assert lines[5] == "finish     completed at step 1  loss 2.0000  10 tokens in 0:00:01"
 
 
 def test_a_step_tells_progress_losses_recovery_and_the_riskiest_unit():
