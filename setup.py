@@ -27,7 +27,7 @@ setup(
         "tokenizers>=0.20",
         "pyarrow>=15",
         "zstandard>=0.22",
-        "wandb>=0.18",
+        "wandb>=0.31",
         "pyyaml>=6.0",
         "jsonargparse[signatures]>=4.40",
         "rich>=13.7",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,9 +87,14 @@ class ControlConfig:
         for key in ("lock_steps", "warmup_steps", "check_interval", "seed"):
             _require(getattr(self, key) >= 0, key, getattr(self, key), "an integer of at least 0")
         for key in ("alpha", "beta"):
-            _require(_all(getattr(self, key), above=0.0), key, getattr(self, key), "positive")
+            _require(
+                _all(getattr(self, key), above=0.0), key, getattr(self, key), "positive and finite"
+            )
         _require(
-            _all(self.max_recovered, above=-1), "max_recovered", self.max_recovered, "at least 0"
+            _all(self.max_recovered, above=-1),
+            "max_recovered",
+            self.max_recovered,
+            "at least 0 and finite",
         )
         _require(0.0 < self.ema_decay < 1.0, "ema_decay", self.ema_decay, "between 0 and 1")
         collapse = self.collapse_ratio
@@ -106,8 +112,10 @@ class ControlConfig:
 
 def _all(value: float | dict[int, int] | dict[int, float], *, above: float) -> bool:
     if isinstance(value, dict):
-        return len(value) > 0 and all(step >= 0 and item > above for step, item in value.items())
-    return value > above
+        return len(value) > 0 and all(
+            step >= 0 and _all(item, above=above) for step, item in value.items()
+        )
+    return above < value < math.inf  # inf / inf would be NaN
 
 
 def _require(is_right: bool, key: str, value: object, wanted: str) -> None:  # noqa: FBT001 - local check

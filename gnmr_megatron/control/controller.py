@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from gnmr_megatron.control.config import ControlConfig
+from gnmr_megatron.control.config import ControlConfig, PolicyName
 from gnmr_megatron.control.policies import Observation, build_policy
 from gnmr_megatron.control.schedules import value_at
 from gnmr_megatron.control.selection import select_recovery_set
@@ -22,9 +22,10 @@ from gnmr_megatron.control.units import UnitTable
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What was decided after one step, and from what; arrays are [units].
+    """What was decided after one step, and from what; arrays are [units] and cannot be written to.
 
     Attributes:
+        policy: who scored.
         step: the step whose gradients were measured; the recovery set is in force in step + 1.
         updated: whether the optimizer took the step.
         gnmr: float64 long-term departure.
@@ -39,6 +40,7 @@ class Decision:
         max_recovered: budget in force.
     """
 
+    policy: PolicyName
     step: int
     updated: bool
     gnmr: FloatArray
@@ -52,6 +54,12 @@ class Decision:
     beta: float
     max_recovered: int
 
+    def __post_init__(self) -> None:
+        # some are the controller's own: a reader that wrote to them would make one rank decide otherwise
+        for value in vars(self).values():
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+
     @property
     def fingerprint(self) -> bytes:
         """8 bytes that differ where step or recovery set differ."""
@@ -64,14 +72,14 @@ class Decision:
             return "lock"
         if np.isinf(self.gnmr[unit]):
             return "non_finite"
+        if self.policy != "gnmr":
+            return "policy"
         passed = {
             "gnmr": self.gnmr[unit] / self.alpha,
             "delta_gnmr": self.delta_gnmr[unit] / self.beta,
         }
         reason = max(passed, key=lambda name: passed[name])
-        if passed[reason] == self.score[unit]:
-            return reason
-        return "collapse" if self.gnmr[unit] < 1 else "policy"
+        return reason if passed[reason] == self.score[unit] else "collapse"
 
 
 class DecidesRecovery(Protocol):
@@ -115,6 +123,7 @@ class Controller:
         self.config = config
         self.units = units
         self._recorded = recorded
+        self._step = 0
         self._start()
         self.recovery_set: IntArray = np.zeros(0, dtype=np.int64)
         if self._policy.is_open_loop:
@@ -151,10 +160,10 @@ class Controller:
         Raises:
             ValueError: the number of norms is not the number of units.
         """
+        norms = np.asarray(norms, dtype=np.float64)  # ratios take the type of the norms
         if norms.shape != (len(self.units),):
             raise ValueError(f"got norms of shape {norms.shape} for {len(self.units)} units")
-        # a ratio beyond float64 is inf, and so it is meant
-        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        with np.errstate(all="ignore"):  # a ratio beyond float64 is inf or 0, and so it is meant
             seen = self._observe(step, norms, *self._history.ratios(norms))
             decision = self._choose(seen, updated=updated)
             if updated:
@@ -162,6 +171,7 @@ class Controller:
                 self._history.fold(norms, seen.gnmr)
         self._lock = decision.lock
         self._steps_seen += 1
+        self._step = step
         self.recovery_set = decision.recovery_set
         return decision
 
@@ -183,15 +193,12 @@ class Controller:
         candidate = (score > 1) | (self._lock > 0)
         if warming_up:
             candidate = np.zeros_like(candidate)
-        budget = int(value_at(self.config.max_recovered, seen.step))
-        selected = select_recovery_set(
-            score, candidate, budget if self._policy.is_budgeted else len(score)
-        )
+        selected = select_recovery_set(score, candidate, self._most(seen.step))
         lock = np.maximum(self._lock - 1, 0)
         if self._policy.has_locks:
             lock[selected[score[selected] > 1]] = self.config.lock_steps
-        is_active = self.config.mode == "active"
         return Decision(
+            policy=self.config.policy,
             step=seen.step,
             updated=updated,
             gnmr=seen.gnmr,
@@ -200,47 +207,68 @@ class Controller:
             candidate=candidate,
             lock=lock,
             selected=selected,
-            recovery_set=selected if is_active else selected[:0],
+            recovery_set=self._switched(selected, seen.step),
             alpha=seen.alpha,
             beta=seen.beta,
-            max_recovered=budget,
+            max_recovered=self._budget(seen.step),
         )
+
+    def _budget(self, step: int) -> int:
+        return int(value_at(self.config.max_recovered, step))
+
+    def _most(self, step: int) -> int:
+        return self._budget(step) if self._policy.is_budgeted else len(self.units)
+
+    def _switched(self, selected: IntArray, step: int) -> IntArray:
+        return selected[: self._most(step) if self.config.mode == "active" else 0]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists and numbers; per-unit lists follow `units`."""
         return {
             "units": list(self.units.ids),
             "policy": self.config.policy,
+            "mean": self.config.mean,
             "policy_state": self._policy.state_dict(),
             "history": {name: array.tolist() for name, array in self._history.state_dict().items()},
             "lock": self._lock.tolist(),
             "steps_seen": self._steps_seen,
+            "step": self._step,
             "recovery_set": self.recovery_set.tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`.
+        """Continue from `state_dict()`; a recovery set beyond the present budget or mode is cut to it.
 
         Raises:
-            ValueError: the state is of other units or another policy, or delta or window differ.
+            ValueError: the state is of other units, another policy or mean, or delta or window differ.
         """
-        if tuple(state["units"]) != self.units.ids:
-            saved, held = set(state["units"]), set(self.units.ids)
-            raise ValueError(
-                f"the saved controller has {len(saved)} units, this model {len(held)}; "
-                f"only saved: {sorted(saved - held)[:3]}, only here: {sorted(held - saved)[:3]}"
-            )
-        if state["policy"] != self.config.policy:
-            raise ValueError(
-                f"the saved policy is {state['policy']}, gnmr.policy is {self.config.policy}"
-            )
+        self._check_units(state["units"])
+        for key in ("policy", "mean"):
+            saved, held = state[key], getattr(self.config, key)
+            if saved != held:
+                raise ValueError(f"the saved {key} is {saved}, gnmr.{key} is {held}")
         self._history.load_state_dict(
             {name: _rows(rows, len(self.units)) for name, rows in state["history"].items()}
         )
         self._policy.load_state_dict(state["policy_state"])
         self._lock = np.array(state["lock"], dtype=np.int64)
-        self._steps_seen = int(state["steps_seen"])
-        self.recovery_set = np.array(state["recovery_set"], dtype=np.int64)
+        self._steps_seen, self._step = int(state["steps_seen"]), int(state["step"])
+        self.recovery_set = self._switched(
+            np.array(state["recovery_set"], dtype=np.int64), self._step
+        )
+
+    def _check_units(self, ids: Sequence[str]) -> None:
+        saved, held = set(ids), set(self.units.ids)
+        if saved != held:
+            raise ValueError(
+                f"the saved controller has {len(saved)} units, this model {len(held)}; "
+                f"only saved: {sorted(saved - held)[:3]}, only here: {sorted(held - saved)[:3]}"
+            )
+        for index, (saved_id, held_id) in enumerate(zip(ids, self.units.ids, strict=True)):
+            if saved_id != held_id:
+                raise ValueError(
+                    f"unit {index} of the saved controller is {saved_id}, here {held_id}"
+                )
 
 
 class DisabledController:
@@ -254,6 +282,7 @@ class DisabledController:
         """An empty decision."""
         none = np.zeros(0)
         return Decision(
+            policy="static_low",
             step=step,
             updated=updated,
             gnmr=none,

@@ -114,10 +114,10 @@ class TopNormPolicy(GnmrPolicy):
     has_locks = False
 
     def score(self, seen: Observation) -> FloatArray:
-        """Above 1 for every unit, in the order of the norms; a norm that is not finite comes first."""
-        return (
-            1.0 + np.where(np.isfinite(seen.norms), seen.norms, np.inf) + np.finfo(np.float64).eps
-        )
+        """2 for the smallest norm, 3 for the next, and so on; a norm that is not finite comes first."""
+        norms = np.where(np.isfinite(seen.norms), seen.norms, np.inf)
+        # ranks: 1 + norm would round small norms to the same number
+        return 2.0 + np.unique(norms, return_inverse=True)[1].astype(np.float64)
 
 
 class EmaRatioPolicy(GnmrPolicy):
@@ -132,13 +132,13 @@ class EmaRatioPolicy(GnmrPolicy):
         self._ema = np.full(num_units, np.nan)
 
     def score(self, seen: Observation) -> FloatArray:
-        """(norm / EMA) / alpha; 1 / alpha where there is no EMA yet."""
+        """(norm / EMA) / alpha; 1 / alpha where there is no EMA yet or it is 0."""
         ratio = np.divide(seen.norms, self._ema, out=np.ones_like(seen.norms), where=self._ema > 0)
         return np.where(np.isfinite(seen.norms), ratio, np.inf) / seen.alpha
 
     def fold(self, seen: Observation) -> None:
         """Move the average towards the norm, clipped at alpha times the average."""
-        fresh = np.isnan(self._ema)
+        fresh = ~(self._ema > 0)  # from 0, where LoRA starts, clipping would never let it rise
         clipped = np.where(fresh, seen.norms, np.minimum(seen.norms, seen.alpha * self._ema))
         moved = np.where(fresh, clipped, self._decay * self._ema + (1 - self._decay) * clipped)
         self._ema = np.where(np.isfinite(seen.norms), moved, self._ema)

@@ -25,5 +25,6 @@ def value_at(schedule: Schedule, step: int) -> float:
     if after == len(steps):
         return float(schedule[steps[-1]])
     left, right = steps[after - 1], steps[after]
-    share = (step - left) / (right - left)
-    return float(schedule[left] + share * (schedule[right] - schedule[left]))
+    # multiplied before it is divided, so that whole numbers stay whole: a budget of 15 is not 14.99…
+    rise = (step - left) * (schedule[right] - schedule[left]) / (right - left)
+    return float(schedule[left] + rise)

@@ -13,7 +13,6 @@ from gnmr_megatron.control.controller import Decision
 from gnmr_megatron.control.schedules import value_at
 from gnmr_megatron.control.statistics import IntArray
 from gnmr_megatron.control.units import UnitTable
-from gnmr_megatron.observability.console import ConsoleTracker
 from gnmr_megatron.observability.event_log import EventLog
 from gnmr_megatron.observability.events import (
     CheckpointEvent,
@@ -27,8 +26,7 @@ from gnmr_megatron.observability.events import (
     StepEvent,
 )
 from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter
-from gnmr_megatron.observability.trackers import Tracker, TrackerGroup
-from gnmr_megatron.observability.wandb_tracker import WandbTracker
+from gnmr_megatron.observability.trackers import Tracker, make_trackers
 from gnmr_megatron.training.checkpoint import SavedCheckpoint
 from gnmr_megatron.training.config import RunConfig
 from gnmr_megatron.training.evaluation import HeldOutLoss
@@ -134,7 +132,9 @@ class RunRecorder:
             units=units,
             log=log,
             matrix=matrix,
-            trackers=TrackerGroup(_trackers(config, folder.path)),
+            trackers=make_trackers(
+                folder.path, config.tracking, run_config=dataclasses.asdict(config)
+            ),
         )
         recorder._record(
             StartEvent(
@@ -174,6 +174,7 @@ class RunRecorder:
                 step_seconds=seconds,
                 control_seconds=result.control_seconds,
                 recovered=[self._units.ids[index] for index in recovered],
+                max_recovered=decision.max_recovered,
                 updated=result.updated,
                 over_threshold=int(np.count_nonzero(decision.candidate & (decision.score > 1))),
                 riskiest_unit=None if riskiest is None else self._units.ids[riskiest],
@@ -266,13 +267,3 @@ class RunRecorder:
     def _record(self, event: Event) -> None:
         self._log.append(event)
         self._trackers.record(event)
-
-
-def _trackers(config: RunConfig, folder: Path) -> list[Tracker]:
-    tracking = config.tracking
-    trackers: list[Tracker] = []
-    if tracking.console != "quiet":
-        trackers.append(ConsoleTracker(log_interval=tracking.log_interval))
-    if tracking.wandb_mode != "disabled":
-        trackers.append(WandbTracker(folder, tracking, run_config=dataclasses.asdict(config)))
-    return trackers

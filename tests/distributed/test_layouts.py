@@ -41,6 +41,15 @@ PRECISIONS = {
     "tied": {"precision.low": "fp32", "precision.recovery": "fp32", "model.tie_embeddings": "true"},
     "bf16": {"precision.low": "bf16", "precision.recovery": "bf16", "model.dtype": "bf16"},
 }
+INT4 = PRECISIONS["int4"]
+MODES = {  # on one process
+    "static_low": {"gnmr.policy": "static_low"},
+    "static_high": {"gnmr.policy": "static_high"},
+    "monitor": {"gnmr.mode": "monitor"},
+    "disabled": {"gnmr.mode": "disabled"},
+    "replay": {"gnmr.policy": "replay", "gnmr.trace": "int4.one"},
+    "all_int8": {"precision.low": "saved_int8"},
+}
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts if name != "one"]
 CHECKED = {
     "exact": NAMES,
@@ -77,8 +86,24 @@ def runs(dataset, tmp_path_factory):
             for name, layout in layouts.items()
             if name == "one" or name in CHECKED[precision_name]
         ]
+        if world_size == 1:
+            cases += [mode_case(name, dataset, folder) for name in MODES]
         launch(world_size, cases, folder / f"cases_{world_size}.json")
     return folder
+
+
+def mode_case(name, dataset, folder):
+    settings = {
+        **TINY,
+        **INT4,
+        **MODES[name],
+        "data.datasets": f"[{dataset}]",
+        "runs_dir": folder,
+        "name": name,
+    }
+    if "gnmr.trace" in settings:
+        settings["gnmr.trace"] = folder / settings["gnmr.trace"]
+    return options(settings)
 
 
 def launch(world_size, cases, cases_file):
@@ -94,7 +119,7 @@ def launch(world_size, cases, cases_file):
         [*command, Path(__file__).with_name("worker.py"), cases_file],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=400,
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
@@ -144,3 +169,33 @@ def test_recovered_units_are_those_selected_one_step_before(runs, precision):
     np.testing.assert_array_equal(matrix.recovered[1:], matrix.selected[:-1])
     assert not matrix.recovered[0].any()
     assert matrix.selected.sum(axis=1).max() <= TINY["gnmr.max_recovered"]
+
+
+def test_monitoring_decides_and_trains_as_without_control(runs):
+    monitor, static = (read_risk_matrix(runs / name) for name in ("monitor", "static_low"))
+    assert monitor.selected.any()
+    assert not monitor.recovered.any()
+    np.testing.assert_array_equal(losses(runs / "monitor"), losses(runs / "static_low"))
+    np.testing.assert_array_equal(monitor.norms, static.norms)
+
+
+def test_without_control_the_engines_own_norm_clips_alike(runs):
+    np.testing.assert_allclose(losses(runs / "disabled"), losses(runs / "static_low"), rtol=1e-6)
+    assert not (runs / "disabled/risk_matrix.bin").exists()
+    norms = [
+        e.grad_norm for e in read_events(runs / "disabled/events.jsonl") if isinstance(e, StepEvent)
+    ]
+    np.testing.assert_allclose(norms, read_risk_matrix(runs / "static_low").global_norm, rtol=1e-5)
+
+
+def test_replay_of_a_recorded_run_is_that_run(runs):
+    np.testing.assert_array_equal(losses(runs / "replay"), losses(runs / "int4.one"))
+    ours, recorded = (read_risk_matrix(runs / name) for name in ("replay", "int4.one"))
+    np.testing.assert_array_equal(ours.recovered, recorded.recovered)
+
+
+def test_static_high_trains_as_if_its_recovery_path_were_the_only_one(runs):
+    matrix = read_risk_matrix(runs / "static_high")
+    assert matrix.recovered.all()
+    np.testing.assert_array_equal(matrix.norms[0], read_risk_matrix(runs / "all_int8").norms[0])
+    assert (matrix.norms[0] != read_risk_matrix(runs / "static_low").norms[0]).any()

@@ -5,17 +5,20 @@ Semantics, in words, for whoever reimplements it:
 - GNMR is the norm over the mean of the unit's earlier norms; 1 without earlier norms or where their mean is 0.
 - delta-GNMR is GNMR over the mean of the unit's last `delta` GNMR values; 1 until there are so many. Where that mean is
   0, it is infinite if GNMR is positive and 1 otherwise.
-- A norm that is not finite makes both infinite (as does a quotient beyond float64), and neither is remembered. Nothing
-  is remembered of a skipped step.
+- A norm that is not finite makes both infinite, and neither is remembered. Nothing is remembered of a skipped step.
+- A GNMR beyond the range of float64 is infinite, makes delta-GNMR infinite too, and is remembered as such.
 - The score is the larger of GNMR / alpha and delta-GNMR / beta, and with a collapse ratio c also c / GNMR. A unit is
   risky if its score is above 1, and a candidate if it is risky or its lock is above 0. In warm-up there are none.
 - The candidates of highest score are selected, up to the budget; the earlier unit wins a tie.
 - A selected risky unit gets its lock set to `lock_steps`; every other lock above 0 goes down by one.
+- In `active` mode the selected units are recovered in the next step, in `monitor` mode none.
+- Warm-up counts decisions, those of skipped steps too. A schedule of the budget is rounded down.
 """
 
 import itertools
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 
 
@@ -28,10 +31,17 @@ def at(schedule, step):
         return schedule[steps[0]]
     for left, right in itertools.pairwise(steps):
         if step < right:
-            return schedule[left] + (step - left) / (right - left) * (
-                schedule[right] - schedule[left]
+            return schedule[left] + (step - left) * (schedule[right] - schedule[left]) / (
+                right - left
             )
     return schedule[steps[-1]]
+
+
+def budget_at(schedule, step):
+    """The same in whole numbers, rounded down from the exact fraction."""
+    if isinstance(schedule, dict):
+        schedule = {at_step: Fraction(value) for at_step, value in schedule.items()}
+    return math.floor(at(schedule, step))
 
 
 class ReferenceUnit:
@@ -77,7 +87,7 @@ class ReferenceUnit:
 
 
 class ReferenceController:
-    """All units; `decide` returns selected indices, GNMRs, delta-GNMRs, scores and locks."""
+    """All units; `decide` returns selected and recovered indices, GNMRs, delta-GNMRs, scores and locks."""
 
     def __init__(self, num_units, settings):
         self.units = [ReferenceUnit() for _ in range(num_units)]
@@ -98,7 +108,7 @@ class ReferenceController:
         if self.steps < settings["warmup_steps"]:
             candidates = []
         candidates.sort(key=lambda i: (-scores[i], i))
-        selected = candidates[: int(at(settings["max_recovered"], step))]
+        selected = candidates[: budget_at(settings["max_recovered"], step)]
         for i, unit in enumerate(self.units):
             if i in selected and scores[i] > 1:
                 unit.lock = settings["lock_steps"]
@@ -110,6 +120,7 @@ class ReferenceController:
         self.steps += 1
         return {
             "selected": selected,
+            "recovery_set": [] if settings.get("mode") == "monitor" else selected,
             "gnmr": [gnmr for gnmr, _ in ratios],
             "delta_gnmr": [delta_gnmr for _, delta_gnmr in ratios],
             "score": scores,
@@ -117,16 +128,53 @@ class ReferenceController:
         }
 
 
-def write_golden_trace(path: Path, settings, steps):
-    """Write settings, norms and what the reference decides, as JSON; numbers that are not finite are strings."""
-    controller = ReferenceController(len(steps[0]["norms"]), settings)
-    decided = [
-        {**step, **controller.decide(step["norms"], step=number, updated=step["updated"])}
-        for number, step in enumerate(steps, start=1)
-    ]
-    path.write_text(
-        json.dumps(_plain({"settings": settings, "steps": decided}), allow_nan=False) + "\n"
-    )
+def ema_ratio_score(past, norm, *, alpha, decay):
+    """AdaGC's rule as a trigger: norm over a moving average of norms clipped at alpha times that average."""
+    if not math.isfinite(norm):
+        return math.inf
+    average = 0.0
+    for earlier in past:
+        if average > 0:
+            average = decay * average + (1 - decay) * min(earlier, alpha * average)
+        else:
+            average = earlier
+    return (norm / average if average > 0 else 1.0) / alpha
+
+
+def zscore_score(past, norm, *, alpha, decay):
+    """ZClip's rule as a trigger: deviations above a moving average; 0 without deviation or below the average."""
+    if not math.isfinite(norm):
+        return math.inf
+    mean, variance = (past[0] if past else 0.0), 0.0
+    for earlier in past:
+        distance = earlier - mean
+        mean += (1 - decay) * distance
+        variance = decay * (variance + (1 - decay) * (distance * distance))
+    deviation = math.sqrt(variance)
+    return max((norm - mean) / deviation, 0.0) / alpha if deviation > 0 else 0.0
+
+
+def write_golden_trace(path: Path, settings, units, steps):
+    """Write what the reference decides.
+
+    `<name>.json` holds settings, units, norms and selected unit ids; `<name>.expected.json` the numbers behind them.
+    Numbers that are not finite are strings.
+    """
+    controller, trace, expected = ReferenceController(len(units), settings), [], []
+    for number, step in enumerate(steps, start=1):
+        decided = controller.decide(step["norms"], step=number, updated=step["updated"])
+        selected = [units[index]["id"] for index in decided["selected"]]
+        trace.append({"step": number, **step, "selected": selected})
+        expected.append({key: decided[key] for key in ("gnmr", "delta_gnmr", "score", "lock")})
+    _write(path, {"config": settings, "units": units}, trace)
+    _write(path.with_suffix(".expected.json"), {}, expected)
+
+
+def _write(path, head, steps):
+    """JSON with one line a step."""
+    lines = [f'"{key}": {json.dumps(value)},\n' for key, value in head.items()]
+    rows = ",\n".join(json.dumps(_plain(step), allow_nan=False) for step in steps)
+    path.write_text("{" + "".join(lines) + f'"steps": [\n{rows}\n]' + "}\n")
 
 
 def _plain(value):
