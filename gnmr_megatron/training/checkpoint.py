@@ -123,7 +123,8 @@ class Checkpointer:
         if same_layout:
             _set_random_state(loaded["random"])
         try:
-            self._controller.load_state_dict(loaded["controller"])
+            if loaded["controller"]:  # a run without control has none: its history starts here
+                self._controller.load_state_dict(loaded["controller"])
         except ValueError as error:
             raise CheckpointError(
                 f"{path}: {error}; resume with the settings of the saved run"

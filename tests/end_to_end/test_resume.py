@@ -142,6 +142,20 @@ def test_another_batch_size_restarts_the_history_and_says_so(dataset, crashed, t
     assert not matrix.selected[SAVED : SAVED + TINY["gnmr.warmup_steps"]].any()
 
 
+def test_control_can_be_turned_on_in_a_run_that_started_without_it(dataset, tmp_path):
+    plan = {"data.train_samples": STEPS * 8}
+    without = run_cli(
+        "train", *settings(dataset, tmp_path, **plan, **{"gnmr.mode": "disabled", "train.steps": 3})
+    )
+    assert without.returncode == 0, without.stderr
+    result = run_cli("train", *settings(dataset, tmp_path, **plan), "--resume")
+    assert result.returncode == 0, result.stderr
+    matrix = read_risk_matrix(tmp_path / "run")
+    assert matrix.steps.tolist() == list(range(4, STEPS + 1))
+    assert (matrix.gnmr[0] == 1).all()
+    assert [event.step for event in steps(tmp_path / "run")] == list(range(1, STEPS + 1))
+
+
 def test_sigterm_saves_exits_with_zero_and_can_be_resumed(dataset, tmp_path):
     arguments = settings(
         dataset, tmp_path, **PP2, **{"train.steps": 5000, "train.checkpoint_interval": 0}
