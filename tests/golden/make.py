@@ -52,12 +52,12 @@ def norms(draw, step):
     return values
 
 
-def main():
+def main(folder):
     for name, settings in TRACES.items():
         draw = random.Random(name)
         steps = [{"norms": norms(draw, step), "updated": step != 17} for step in range(1, 61)]
-        write_golden_trace(Path(__file__).with_name(f"{name}.json"), settings, UNITS, steps)
+        write_golden_trace(folder / f"{name}.json", settings, UNITS, steps)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(__file__).parent)

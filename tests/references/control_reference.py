@@ -134,10 +134,8 @@ def ema_ratio_score(past, norm, *, alpha, decay):
         return math.inf
     average = 0.0
     for earlier in past:
-        if average > 0:
-            average = decay * average + (1 - decay) * min(earlier, alpha * average)
-        else:
-            average = earlier
+        clipped = min(earlier, alpha * average)
+        average = decay * average + (1 - decay) * clipped if average > 0 else earlier
     return (norm / average if average > 0 else 1.0) / alpha
 
 

@@ -42,6 +42,15 @@ NORMS = st.one_of(
     st.sampled_from([0.0, 1.0, 1.0, 3.0, math.inf, -math.inf, math.nan, 1e-300]),
 )
 
+STEADY = {
+    "alpha": 3.0,
+    "beta": 2.0,
+    "delta": 2,
+    "max_recovered": 2,
+    "lock_steps": 3,
+    "warmup_steps": 0,
+}
+
 
 def units(count):
     return UnitTable(
@@ -68,6 +77,13 @@ def bits(decision):
         name: value.tobytes() if isinstance(value, np.ndarray) else value
         for name, value in vars(decision).items()
     }
+
+
+def steady(count=4, **changes):
+    """A controller after ten steps of norm 1."""
+    controller = make(count, STEADY, **changes)
+    run(controller, [[1.0] * count] * 10)
+    return controller
 
 
 @st.composite

@@ -2,7 +2,7 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnmr_megatron.control.schedules import value_at
@@ -23,6 +23,7 @@ def test_a_constant_is_its_own_schedule():
 
 
 @given(st.dictionaries(STEPS, st.floats(0.1, 10.0), min_size=1), STEPS)
+@settings(deadline=None)
 def test_a_schedule_equals_the_reference_and_stays_within_its_values(schedule, step):
     value = value_at(schedule, step)
     assert value == at(schedule, step)
@@ -31,6 +32,7 @@ def test_a_schedule_equals_the_reference_and_stays_within_its_values(schedule, s
 
 
 @given(st.dictionaries(STEPS, st.integers(0, 5000), min_size=1), STEPS)
+@settings(deadline=None)
 def test_a_scheduled_budget_is_the_exact_fraction_rounded_down(schedule, step):
     assert int(value_at(schedule, step)) == budget_at(schedule, step)
 

@@ -2,7 +2,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnmr_megatron.control.selection import select_recovery_set
@@ -22,6 +22,7 @@ def select(rows, budget):
 
 
 @given(ROWS, st.integers(0, 20))
+@settings(deadline=None)
 def test_the_riskiest_candidates_are_selected_and_the_earlier_unit_wins_a_tie(rows, budget):
     ranked = sorted(
         (index for index, (_, is_candidate) in enumerate(rows) if is_candidate),
@@ -33,6 +34,7 @@ def test_the_riskiest_candidates_are_selected_and_the_earlier_unit_wins_a_tie(ro
 
 
 @given(st.lists(st.floats(0, 1e30), min_size=1, max_size=20, unique=True), st.randoms())
+@settings(deadline=None)
 def test_without_ties_the_order_of_the_units_does_not_matter(scores, random):
     order = list(range(len(scores)))
     random.shuffle(order)
