@@ -35,6 +35,7 @@ setup: $(VENV)/.development
 quickstart: $(VENV)/.product
 	@$(BIN)/gnmr-megatron prepare-data stdlib: --output $(DATA) --vocab-size 2048
 	@$(BIN)/gnmr-megatron train --config configs/runs/quickstart.yaml
+	@echo "first      source $(BIN)/activate"
 
 check: setup
 	$(BIN)/ruff check .

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from gnmr_megatron import __version__
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"gnmr-megatron: unknown verb '{verb}'\n\n{_help()}", file=sys.stderr)
         return USAGE_ERROR
+    # what the engine warns of (old torch names, no apex) is handled; its lines would bury ours on every rank
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     try:
         return int(importlib.import_module(VERBS[verb][0]).run(arguments[1:]))
     except GnmrError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 
 from gnmr_megatron.data.manifest import describe_datasets
@@ -56,8 +55,6 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _train(config: RunConfig, *, as_json: bool) -> int:
-    # what the engine warns of (old torch names, no apex) is handled; its lines would bury ours on every rank
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     # imported here: settings are checked before torch and megatron-core are loaded
     from gnmr_megatron.training.run import train
 
