@@ -25,14 +25,14 @@ SETTINGS = st.fixed_dictionaries(
         "mode": st.sampled_from(["active", "active", "monitor"]),
         "alpha": THRESHOLDS,
         "beta": THRESHOLDS,
-        "delta": st.integers(1, 5),
+        "delta": st.integers(1, 5) | st.just(20),
         "max_recovered": BUDGETS,
         "lock_steps": st.integers(0, 6),
         "warmup_steps": st.integers(0, 8),
         "collapse_ratio": st.none() | st.floats(0.05, 0.9),
         "mean": st.sampled_from(MEANS),
         "ema_decay": st.floats(0.1, 0.99),
-        "window": st.integers(1, 6),
+        "window": st.integers(1, 6) | st.just(20),
         "seed": st.integers(0, 3),
     }
 )

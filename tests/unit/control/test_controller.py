@@ -26,7 +26,7 @@ from tests.unit.control.strategies import (
 
 
 @given(TRACES, SETTINGS, st.sampled_from(POLICIES))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_the_budget_is_never_exceeded_and_nothing_is_nan(trace, config, policy):
     count, norms, updated = trace
     controller = make(count, config, policy=policy)

@@ -15,7 +15,7 @@ from tests.unit.control.strategies import SETTINGS, TRACES, make, run
 
 
 @given(TRACES, SETTINGS)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_decisions_equal_the_slow_reference(trace, config):
     count, norms, updated = trace
     reference, controller = ReferenceController(count, config), make(count, config)

@@ -25,7 +25,7 @@ def warm(count=4, *, norms=None, **changes):
 
 
 @given(TRACES, SETTINGS, st.sampled_from(POLICIES), st.floats(0, 1))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_controller_resumed_from_json_goes_on_to_the_bit(trace, config, policy, share):
     count, norms, updated = trace
     cut = round(share * len(norms))

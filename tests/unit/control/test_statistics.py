@@ -73,13 +73,12 @@ def test_all_norms_times_a_power_of_two_leave_the_ratios_as_they_are(trace, delt
         other.fold(row * 16.0, theirs[0])
 
 
-@given(TRACES, st.sampled_from(MEANS))
-@settings(max_examples=30, deadline=None)
-def test_a_unit_has_the_same_ratios_whatever_units_stand_beside_it(trace, mean):
-    count, norms, _ = trace
-    whole = GradNormHistory(count, delta=3, mean=mean, window=3)
-    alone = GradNormHistory(1, delta=3, mean=mean, window=3)
-    for row in np.array(norms):
+@pytest.mark.parametrize("mean", MEANS)
+def test_a_unit_has_the_same_ratios_whatever_units_stand_beside_it(mean):
+    # windows of more than 8 steps: from there on NumPy sums a single column in another order
+    whole = GradNormHistory(5, delta=20, mean=mean, window=30)
+    alone = GradNormHistory(1, delta=20, mean=mean, window=30)
+    for row in np.random.default_rng(3).lognormal(sigma=2.0, size=(100, 5)):
         with np.errstate(all="ignore"):
             ours, theirs = alone.ratios(row[-1:]), whole.ratios(row)
         np.testing.assert_array_equal(np.array(ours)[:, 0], np.array(theirs)[:, -1])
