@@ -77,6 +77,9 @@ class WandbTracker:
         if self._run is not None:
             self._send_table(self._run)
             self._run.finish()
+            import wandb
+
+            wandb.teardown()  # finish() doesn't wait for W&B's own process, which writes the offline file
 
     def _send_table(self, run: wandb.Run) -> None:
         """Log the rows that are new; W&B joins the parts of an incremental table."""
