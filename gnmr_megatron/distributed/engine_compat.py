@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import param_is_not_shared
+
+from gnmr_megatron.errors import EngineError
+
+TESTED = "0.16.1"
+
+
+def check_engine() -> None:
+    """Refuse a megatron-core whose private names may differ.
+
+    Raises:
+        EngineError: another version is installed.
+    """
+    installed = version("megatron-core")
+    if installed != TESTED:
+        raise EngineError(
+            f"megatron-core {installed} is installed, but {TESTED} is needed: pip install megatron-core=={TESTED}"
+        )
 
 
 def device_fields(device: torch.device) -> dict[str, Any]:

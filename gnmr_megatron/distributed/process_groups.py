@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
 
 from gnmr_megatron.distributed.cpu_adapter import enable_cpu
+from gnmr_megatron.distributed.engine_compat import check_engine
 from gnmr_megatron.distributed.layout import ParallelLayout
 
 T = TypeVar("T")
@@ -24,7 +25,11 @@ def start_process_groups(layout: ParallelLayout, *, seed: int, timeout: timedelt
 
     Returns:
         The device of this rank.
+
+    Raises:
+        EngineError: another version of megatron-core is installed.
     """
+    check_engine()
     is_cpu = enable_cpu()
     if is_cpu:
         device = torch.device("cpu")

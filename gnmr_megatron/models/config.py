@@ -86,6 +86,16 @@ class LlamaConfig:
         """Vocabulary size rounded up to the padding multiple; the same in every layout."""
         return -(-vocab_size // self.vocab_padding_multiple) * self.vocab_padding_multiple
 
+    def num_parameters(self, vocab_size: int) -> int:
+        """Parameters of the whole model with a vocabulary of that size, padding included."""
+        width, attention = self.hidden_size, self.head_size * self.num_attention_heads
+        key_value = self.head_size * self.query_groups
+        layer = (
+            width * (2 * attention + 2 * key_value) + 3 * width * self.ffn_hidden_size + 2 * width
+        )
+        embeddings = (1 if self.tie_embeddings else 2) * self.padded_vocab_size(vocab_size) * width
+        return self.num_layers * layer + embeddings + width
+
     def input_widths(self) -> dict[str, int]:
         """Width of the whole input of each projection of a layer, in the order of the forward pass."""
         attention = self.head_size * self.num_attention_heads

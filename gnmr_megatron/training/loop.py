@@ -33,7 +33,9 @@ class TrainingBatches:
     microbatches: int
 
     @classmethod
-    def of(cls, dataset: Any, settings: TrainSettings, state: TrainState) -> TrainingBatches:
+    def of(
+        cls, dataset: Any, settings: TrainSettings, state: TrainState, *, num_workers: int
+    ) -> TrainingBatches:
         """This replica's share of the training set from `state.consumed_samples` on."""
         replicas = parallel_state.get_data_parallel_world_size()
         source = TrainBatches(
@@ -42,6 +44,7 @@ class TrainingBatches:
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=replicas,
             consumed_samples=state.consumed_samples,
+            num_workers=num_workers,
         )
         return cls(source, settings.global_batch_size // (settings.micro_batch_size * replicas))
 

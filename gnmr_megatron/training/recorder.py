@@ -113,6 +113,7 @@ class RunRecorder:
         units: UnitTable,
         state: TrainState,
         *,
+        vocab_size: int,
         world_size: int,
         environment: Mapping[str, str],
     ) -> RunRecorder:
@@ -145,6 +146,7 @@ class RunRecorder:
                 else None,
                 world_size=world_size,
                 layout=dataclasses.asdict(config.parallel),
+                num_parameters=config.model.num_parameters(vocab_size),
                 num_units=len(units),
                 max_recovered=int(value_at(config.gnmr.max_recovered, state.step + 1)),
                 total_steps=config.train.steps,

@@ -32,7 +32,7 @@ from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, RiskC
 from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.distributed.ownership import owned_gradients
 from gnmr_megatron.distributed.process_groups import gather_from_all, start_process_groups
-from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.errors import ConfigError, GnmrError
 from gnmr_megatron.models.discovery import discover_units, local_linears
 from gnmr_megatron.models.llama import DTYPES, build_chunks, transformer_config
 from gnmr_megatron.models.recoverable_linear import RecoverableLinear
@@ -133,10 +133,19 @@ def set_up(config: RunConfig) -> Trainer:
         check_interval=config.gnmr.check_interval,
         state=state,
         step=step,
-        batches=TrainingBatches.of(datasets.train, config.train, state),
+        batches=TrainingBatches.of(
+            datasets.train, config.train, state, num_workers=config.data.num_workers
+        ),
         evaluation=Evaluation.of(datasets.valid, config.train, model, switchboard),
         checkpointer=checkpointer,
-        recorder=_recorder(config, folder, units, state, history_restarted=history_restarted),
+        recorder=_recorder(
+            config,
+            folder,
+            units,
+            state,
+            vocab_size=data.vocab_size,
+            history_restarted=history_restarted,
+        ),
         units=units,
     )
 
@@ -186,7 +195,7 @@ def _agree_on_folder(config: RunConfig) -> RunFolder:
         try:
             choice = choose_run_folder(Path(config.runs_dir), config.name, config.resume)
             write_config(config, choice.path / "config.yaml")
-        except (OSError, ConfigError) as error:
+        except (OSError, GnmrError) as error:  # others wait for the choice: tell them, too
             choice = error
     agreed = gather_from_all(choice)[0]
     if isinstance(agreed, OSError):
@@ -273,12 +282,19 @@ def _recorder(
     units: UnitTable,
     state: TrainState,
     *,
+    vocab_size: int,
     history_restarted: bool,
 ) -> RecordsRun:
     if dist.get_rank() != 0:
         return NullRecorder()
     recorder = RunRecorder.open(
-        config, folder, units, state, world_size=dist.get_world_size(), environment=_environment()
+        config,
+        folder,
+        units,
+        state,
+        vocab_size=vocab_size,
+        world_size=dist.get_world_size(),
+        environment=_environment(),
     )
     if history_restarted:
         recorder.fault(

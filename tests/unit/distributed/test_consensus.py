@@ -5,8 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gnmr_megatron.distributed import engine_compat
 from gnmr_megatron.distributed.consensus import RiskConsensus
 from gnmr_megatron.distributed.ownership import OwnedGradient
+from gnmr_megatron.errors import EngineError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,3 +55,12 @@ def test_a_rank_without_gradients_contributes_nothing():
 def test_squares_beyond_the_range_of_fp32_do_not_overflow():
     norms = RiskConsensus(pieces((0, [1e30])), 1, torch.device("cpu")).unit_norms()
     assert norms.per_unit[0] == pytest.approx(1e30, rel=1e-6)
+
+
+def test_another_engine_version_is_refused_with_the_command_to_run(monkeypatch):
+    monkeypatch.setattr(engine_compat, "version", lambda _: "0.19.2")
+    with pytest.raises(
+        EngineError,
+        match=r"megatron-core 0\.19\.2 is installed, but 0\.16\.1 is needed: pip install",
+    ):
+        engine_compat.check_engine()

@@ -1,5 +1,6 @@
 """The model in one process; its layouts are in tests/distributed."""
 
+import dataclasses
 from datetime import timedelta
 
 import numpy as np
@@ -129,6 +130,14 @@ def test_initial_weights_depend_on_name_and_seed_alone():
     assert deviation["decoder.layers.0.mlp.linear_fc2.weight"] == pytest.approx(
         0.02 / 2, rel=0.1
     )  # sqrt(2 * 2 layers)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_number_of_parameters_is_that_of_the_model(tied):
+    config = dataclasses.replace(CONFIG, tie_embeddings=tied)
+    assert config.num_parameters(VOCAB) == sum(
+        parameter.numel() for parameter in build(config).parameters()
+    )
 
 
 def test_every_projection_is_a_unit_in_the_order_of_the_forward_pass():
