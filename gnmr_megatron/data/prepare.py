@@ -63,6 +63,17 @@ class PrepareRequest:
     max_documents: int | None = None
     overwrite: bool = False
 
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("vocab_size", 1),
+            ("workers", 1),
+            ("max_bad", 0),
+            ("max_documents", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise DataError(f"--{name.replace('_', '-')}: {value} must be at least {least}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
@@ -104,7 +115,7 @@ def prepare(
         on_progress: told documents done, and bytes of text done, after each batch.
 
     Raises:
-        DataError: an input cannot be read, too many records are bad, there is no text, or the folder holds
+        DataError: an input or the output fails, too many records are bad, there is no text, or the folder holds
             something else.
     """
     started = time.monotonic()
@@ -122,7 +133,10 @@ def prepare(
         )
     partial = request.output.with_name(f".{request.output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise DataError(f"--output: {request.output} cannot be written: {error}") from error
     try:
         tokenizer = _tokenizer(request, files, partial)
         tally = _write_dataset(request, files, tokenizer, partial, on_progress)

@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
@@ -66,8 +66,7 @@ def parse_run(
     sections, problems = {}, []
     for name, section in _sections(RunConfig).items():
         try:
-            known = {f.name for f in dataclasses.fields(section)}
-            sections[name] = section(**{k: v for k, v in values[name].items() if k in known})
+            sections[name] = section(**_settings(values[name], section, prefix=f"{name}."))
         except ConfigError as error:
             problems.append(str(error))
     if problems:
@@ -76,6 +75,18 @@ def parse_run(
         f.name: values[f.name] for f in dataclasses.fields(RunConfig) if f.name not in sections
     }
     return RunConfig(**scalars, **sections), argparse.Namespace(**values)
+
+
+def _settings(values: dict[str, Any], section: type, *, prefix: str) -> dict[str, Any]:
+    """The fields of a section; null only where the field takes it, which the parser does not check."""
+    hints = get_type_hints(section)
+    settings = {f.name: values[f.name] for f in dataclasses.fields(section)}
+    for name, value in settings.items():
+        if value is None and type(None) not in get_args(hints[name]):
+            raise ConfigError(
+                f"{prefix}{name}: null is no value for it; leave it out for the default"
+            )
+    return settings
 
 
 def write_config(config: RunConfig, path: Path) -> None:
@@ -112,7 +123,7 @@ def _values(option: str, arguments: Sequence[str]) -> list[str]:
     return [
         following if argument == option else argument.partition("=")[2]
         for argument, following in pairs
-        if argument == option or argument.startswith(f"{option}=")
+        if (argument == option and following) or argument.startswith(f"{option}=")
     ]
 
 
@@ -123,9 +134,9 @@ def _check_keys(path: Path, config_class: type, *, prefix: str) -> None:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from error
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if root is None:
-        return
+        raise ConfigError(f"{path}: is empty; put `key: value` settings there")
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: must hold `key: value` settings")
     _check_mapping(root, path, config_class, prefix=prefix)
@@ -147,6 +158,10 @@ def _check_mapping(root: yaml.MappingNode, path: Path, config_class: type, *, pr
             _check_mapping(value, path, section, prefix=f"{prefix}{key}.")
         elif isinstance(value, yaml.ScalarNode) and value.value.endswith((".yaml", ".yml")):
             _check_keys(path.parent / value.value, section, prefix=f"{prefix}{key}.")
+        else:
+            raise ConfigError(
+                f"{path}:{line}: `{key}` must hold settings, or name a .yaml file that does"
+            )
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:
@@ -157,14 +172,17 @@ def _suggestion(key: str, known: Sequence[str]) -> str:
 def _explain(message: str) -> str:
     """Reword the parser's messages for keys and values given on the command line."""
     unknown = re.search(r"(?:Unrecognized|unrecognized) arguments?: (--?)?([\w.]+)", message)
+    if unknown and not unknown[1]:
+        return f"unexpected argument '{unknown[2]}'; settings are --SECTION.KEY VALUE"
     if unknown:
         return f"unknown option --{unknown[2]}{_suggestion(unknown[2], _dotted_keys())}"
     wrong = re.search(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
-    if wrong:
-        return f"{wrong[1]}: {' '.join(wrong[2].split())}".replace("typing.", "").replace(
-            "<class 'int'>", "int"
-        )
-    return message
+    if not wrong:
+        return message
+    key, text = wrong[1], " ".join(wrong[2].split()).replace("typing.", "")
+    text = re.sub(r"<class '(\w+)'>", r"\1", text)
+    union = re.search(r"Subtypes: \[(.*?)\] Errors.*Given value: (.*)", text)
+    return f"{key}: {union[2]} is none of {union[1]}" if union else f"{key}: {text}"
 
 
 def _dotted_keys() -> list[str]:

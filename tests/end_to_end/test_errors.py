@@ -69,6 +69,29 @@ def test_an_unknown_key_in_a_file_has_its_line_and_a_suggestion(train):
     )
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("", "mine.yaml: is empty"),
+        ("- a\n", "mine.yaml: must hold `key: value` settings"),
+        (
+            "seed: 3\nmodel: 5\n",
+            "mine.yaml:2: `model` must hold settings, or name a .yaml file that does",
+        ),
+        ("model: [1]\n", "mine.yaml:1: `model` must hold settings"),
+        ("model: none.yaml\n", "none.yaml: cannot be read"),
+        ("gnmr:\n  seed: null\n", "gnmr.seed: null is no value for it"),
+        ("gnmr:\n  collapse_ratio: [1]\n", "gnmr.collapse_ratio: [1] is none of float"),
+    ],
+)
+def test_a_file_of_the_wrong_form_is_refused_with_its_line(train, file, message):
+    check(train(file=file), message)
+
+
+def test_arguments_that_are_no_options_are_refused(train):
+    check(train("foo"), "unexpected argument 'foo'")
+
+
 def test_an_unknown_option_has_a_suggestion(train):
     check(train("--gnmr.alhpa=3"), "unknown option --gnmr.alhpa; did you mean `gnmr.alpha`?")
 

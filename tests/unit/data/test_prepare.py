@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -227,3 +228,16 @@ def test_the_manifest_is_plain_json(corpus, tmp_path):
     manifest = json.loads((tmp_path / "out/manifest.json").read_text())
     assert manifest["documents"] == 3
     assert re.fullmatch("[0-9a-f]{64}", manifest["tokenizer_fingerprint"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("vocab_size", 0), ("workers", 0), ("max_bad", -1), ("max_documents", 0)]
+)
+def test_numbers_out_of_range_are_refused_by_their_options(corpus, tmp_path, option, value):
+    with pytest.raises(DataError, match=f"--{option.replace('_', '-')}: {value} must be at least"):
+        request(corpus, tmp_path / "out", **{option: value})
+
+
+def test_an_output_that_cannot_be_written_is_named(corpus):
+    with pytest.raises(DataError, match="--output: /proc/nowhere/out cannot be written"):
+        prepare(request(corpus, Path("/proc/nowhere/out")))
