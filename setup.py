@@ -39,6 +39,7 @@ setup(
         "dev": [
             "hypothesis>=6.100",
             "import-linter>=2.1",
+            "ml_dtypes>=0.5",
             "mypy>=1.15",
             "pytest>=8.2",
             "pytest-timeout>=2.3",

@@ -21,6 +21,10 @@ VERBS = {
         "gnmr_megatron.cli.train",
         "train a LLaMA under GNMR control, on one or many processes",
     ),
+    "units": (
+        "gnmr_megatron.cli.units",
+        "show which path each projection runs on, and what it keeps",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

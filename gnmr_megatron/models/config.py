@@ -95,13 +95,3 @@ class LlamaConfig:
         )
         embeddings = (1 if self.tie_embeddings else 2) * self.padded_vocab_size(vocab_size) * width
         return self.num_layers * layer + embeddings + width
-
-    def input_widths(self) -> dict[str, int]:
-        """Width of the whole input of each projection of a layer, in the order of the forward pass."""
-        attention = self.head_size * self.num_attention_heads
-        return {
-            "linear_qkv": self.hidden_size,
-            "linear_proj": attention,
-            "linear_fc1": self.hidden_size,
-            "linear_fc2": self.ffn_hidden_size,
-        }

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-
-from gnmr_megatron.control.units import Unit, UnitTable
-from gnmr_megatron.models.recoverable_linear import (
-    RecoverableColumnLinear,
-    RecoverableLinear,
-    RecoverableRowLinear,
-)
-
-FORWARD_ORDER = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -42,40 +32,19 @@ def global_name(model: torch.nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
-def local_linears(chunks: Iterable[torch.nn.Module]) -> dict[str, RecoverableLinear]:
-    """Recoverable linears of this rank by global name."""
-    return {
-        global_name(chunk, name): module
-        for chunk in chunks
-        for name, module in unwrap(chunk).named_modules()
-        if isinstance(module, RecoverableColumnLinear | RecoverableRowLinear)
-    }
-
-
-def discover_units(
-    linears: dict[str, RecoverableLinear], gather: Callable[[list[Unit]], list[list[Unit]]]
-) -> UnitTable:
-    """The unit table of the whole model, identical on every rank.
+def local_linears(
+    chunks: Iterable[torch.nn.Module], ids: Container[str]
+) -> dict[str, torch.nn.Module]:
+    """The projections of this rank by global name.
 
     Args:
-        linears: recoverable linears of this rank by global name.
-        gather: collects the units of all ranks.
+        chunks: model chunks of this rank.
+        ids: global names of the projections of the whole model.
     """
-    everywhere = gather([_unit(name, module) for name, module in linears.items()])
-    # tensor- and data-parallel ranks hold shards of the same units
-    return UnitTable({unit for units in everywhere for unit in units})
-
-
-def _unit(name: str, module: RecoverableLinear) -> Unit:
-    tensor_parallel = parallel_state.get_tensor_model_parallel_world_size()
-    rows, columns = module.weight.shape
-    if isinstance(module, RecoverableColumnLinear):
-        rows *= tensor_parallel
-    else:
-        columns *= tensor_parallel
-    return Unit(
-        layer=int(name.split(".")[2]),
-        position=FORWARD_ORDER.index(name.rsplit(".", 1)[-1]),
-        id=name,
-        shape=(rows, columns),
+    named = (
+        (global_name(chunk, name), module)
+        for chunk in chunks
+        for name, module in unwrap(chunk).named_modules()
+        if name.startswith("decoder.layers.") and name.count(".") > 2
     )
+    return {name: module for name, module in named if name in ids}

@@ -29,6 +29,10 @@ class AllReduceExchange:
         work = dist.all_reduce(grad_input, group=self._group, async_op=True)
         return lambda: _after(work, grad_input)
 
+    def own_rows(self, whole: Tensor) -> Tensor:
+        """All rows."""
+        return whole
+
 
 class SequenceExchange:
     """Sequence parallelism: each rank holds its run of rows; gather them, and scatter the summed gradient."""
@@ -55,6 +59,10 @@ class SequenceExchange:
             rows, grad_input.contiguous(), group=self._group, async_op=True
         )
         return lambda: _after(work, rows)
+
+    def own_rows(self, whole: Tensor) -> Tensor:
+        """This rank's run of rows, copied so that the others can be freed."""
+        return whole.chunk(self._group.size())[self._group.rank()].clone()
 
 
 def _rows_like(tensor: Tensor, rows: int) -> Tensor:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
 from gnmr_megatron.models.input_exchange import AllReduceExchange, SequenceExchange
-from gnmr_megatron.precision.linear import InputExchange, linear
-from gnmr_megatron.precision.paths import PrecisionPath
-
-EXACT = PrecisionPath("exact")
+from gnmr_megatron.precision.exchange import InputExchange
+from gnmr_megatron.precision.linear import linear
+from gnmr_megatron.precision.paths import ExactPath, PrecisionPath
+from gnmr_megatron.precision.quantizer import Quantizer
 
 
 class _Recoverable:
@@ -21,12 +20,12 @@ class _Recoverable:
     Attributes:
         unit_id: global name of the unit.
         path: precision path of the current step.
-        generator: noise for stochastic rounding; None for nearest.
+        quantizer: its rounding noise and counts.
     """
 
     unit_id: str = ""
-    path: PrecisionPath = EXACT
-    generator: torch.Generator | None = None
+    path: PrecisionPath = ExactPath("exact")
+    quantizer: Quantizer | None = None
 
     def _forward_impl(
         self,
@@ -44,7 +43,7 @@ class _Recoverable:
             exchange = SequenceExchange(tp_group)
         elif allreduce_dgrad:
             exchange = AllReduceExchange(tp_group)
-        output = linear(input, weight, self.path, exchange=exchange, generator=self.generator)
+        output = linear(input, weight, self.path, exchange=exchange, quantizer=self.quantizer)
         return output if bias is None else output + bias
 
     def __repr__(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from megatron.core import parallel_state
@@ -11,72 +12,144 @@ from megatron.core import parallel_state
 from gnmr_megatron.control.statistics import IntArray
 from gnmr_megatron.control.units import UnitTable
 from gnmr_megatron.models.initialization import stable_seed
+from gnmr_megatron.models.precision_plan import UnitPlan
 from gnmr_megatron.models.recoverable_linear import RecoverableLinear
+from gnmr_megatron.precision.catalog import PathName
 from gnmr_megatron.precision.paths import PrecisionPath
+from gnmr_megatron.precision.quantizer import Quantizer
 
 
-class Switchboard:
-    """Holds the linears of this rank and puts each on the path that a recovery set gives it.
+class PathSwitch(Protocol):
+    """How one linear is put on a path."""
 
-    Important:
-        Call `apply` between steps only: recompute and microbatches in flight have to see one path.
+    def select(self, path: PathName) -> None:
+        """Run on that path from the next forward on."""
+
+    def start_step(self, seed: int) -> None:
+        """Begin an optimizer step; what is random in it follows from the seed."""
+
+    def take_non_finite(self) -> int:
+        """Blocks of quantised values with NaN or infinity since the last call."""
+
+
+class LinearSwitch:
+    """Switch of our own linears.
 
     Args:
-        units: all units of the model.
-        linears: recoverable linears of this rank by global name.
-        low: path of units outside the recovery set.
-        recovery: path of units inside it.
-        seed: seed of stochastic rounding.
+        linear: the linear.
+        unit_id: its global name.
+        paths: the paths it can run on.
     """
 
     def __init__(
         self,
-        units: UnitTable,
-        linears: Mapping[str, RecoverableLinear],
-        *,
-        low: PrecisionPath,
-        recovery: PrecisionPath,
-        seed: int = 0,
+        linear: RecoverableLinear,
+        unit_id: str,
+        paths: Mapping[PathName, PrecisionPath],
     ) -> None:
-        self.low, self.recovery = low, recovery
-        self._seed = seed
-        self._linears = {units.index(name): linear for name, linear in linears.items()}
-        is_stochastic = any(
-            path.saved_input is not None and path.saved_input.rounding == "stochastic"
-            for path in (low, recovery)
-        )
-        for name, linear in linears.items():
-            linear.unit_id = name
-            linear.path = low
-            linear.generator = torch.Generator(linear.weight.device) if is_stochastic else None
+        self._linear, self._paths = linear, paths
+        self._quantizer = Quantizer()
+        linear.unit_id, linear.quantizer = unit_id, self._quantizer
 
-    def apply(self, recovery_set: IntArray, *, step: int) -> None:
-        """Set every unit's path, and its rounding noise, for the coming step.
+    def select(self, path: PathName) -> None:
+        """See `PathSwitch`."""
+        self._linear.path = self._paths[path]
+
+    def start_step(self, seed: int) -> None:
+        """See `PathSwitch`."""
+        self._quantizer.start_step(seed)
+
+    def take_non_finite(self) -> int:
+        """See `PathSwitch`."""
+        return self._quantizer.take_non_finite()
+
+
+class Switchboard:
+    """Puts each linear of this rank on the path that a recovery set gives it, at the start of a step.
+
+    Recompute and microbatches in flight have to see one path, so what is asked for during a step takes effect at
+    the next.
+
+    Args:
+        plans: the paths of all projections of the model.
+        switches: those of this rank by global name.
+        seed: seed of stochastic rounding.
+    """
+
+    def __init__(
+        self, plans: Sequence[UnitPlan], switches: Mapping[str, PathSwitch], *, seed: int = 0
+    ) -> None:
+        self._plans = {plan.unit.id: plan for plan in plans}
+        self._switches = dict(switches)
+        self._units = recoverable_units(plans)
+        self._seed = seed
+        self._recovered: frozenset[str] = frozenset()
+        self._requested: frozenset[str] = frozenset()
+        self._select()
+
+    def request(self, recovery_set: IntArray) -> None:
+        """Ask for a recovery set from the next step on.
 
         Args:
-            recovery_set: int64 unit indices on the recovery path.
-            step: number of the coming step; with the seed it determines the noise, so that a resumed run
-                rounds as one that was never interrupted.
+            recovery_set: int64 unit indices.
         """
-        recovered = set(recovery_set.tolist())
-        for index, linear in self._linears.items():
-            linear.path = self.recovery if index in recovered else self.low
-            if linear.generator is not None:
-                linear.generator.manual_seed(
-                    stable_seed(self._seed, linear.unit_id, step, *_shard())
-                )
+        self._requested = frozenset(self._units.ids[index] for index in recovery_set.tolist())
+
+    def start_step(self, step: int) -> None:
+        """Put every unit on its path for a step.
+
+        Args:
+            step: its number; with the seed it determines the rounding noise, so that a resumed run rounds as one
+                that was never interrupted.
+        """
+        self._recovered = self._requested
+        self._select()
+        shard = _shard()
+        for name, switch in self._switches.items():
+            switch.start_step(stable_seed(self._seed, name, step, *shard))
 
     @contextmanager
-    def all_on(self, path: PrecisionPath) -> Iterator[None]:
-        """Every unit on one path within the block, as for an evaluation."""
-        before = {index: linear.path for index, linear in self._linears.items()}
+    def all_recovered(self) -> Iterator[None]:
+        """Every unit on its recovery path within the block, as for an evaluation between steps."""
+        recovered = self._recovered
         try:
-            for linear in self._linears.values():
-                linear.path = path
+            self._recovered = frozenset(self._units.ids)
+            self._select()
             yield
         finally:
-            for index, linear in self._linears.items():
-                linear.path = before[index]
+            self._recovered = recovered
+            self._select()
+
+    def take_non_finite(self) -> dict[str, int]:
+        """Blocks of quantised values with NaN or infinity on this rank since the last call, by linear.
+
+        Waits for the device, so it is for steps that went wrong.
+        """
+        counts = {name: switch.take_non_finite() for name, switch in self._switches.items()}
+        return {name: count for name, count in counts.items() if count}
+
+    def _select(self) -> None:
+        for name, switch in self._switches.items():
+            plan = self._plans[name]
+            switch.select(plan.recovery if name in self._recovered else plan.low)
+
+
+def recoverable_units(plans: Sequence[UnitPlan]) -> UnitTable:
+    """The units that the controller decides over: all but the fixed ones."""
+    return UnitTable(plan.unit for plan in plans if not plan.is_fixed)
+
+
+def linear_switches(
+    plans: Sequence[UnitPlan],
+    linears: Mapping[str, torch.nn.Module],
+    paths: Mapping[PathName, PrecisionPath],
+) -> dict[str, PathSwitch]:
+    """Switches of our own linears by global name."""
+    by_id = {plan.unit.id: plan for plan in plans}
+    return {
+        name: LinearSwitch(linear, name, {path: paths[path] for path in by_id[name].paths})  # type: ignore[arg-type]
+        for name, linear in linears.items()
+    }
 
 
 def _shard() -> tuple[int, int]:

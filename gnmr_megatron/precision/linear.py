@@ -1,41 +1,15 @@
-"""The one autograd function of a recoverable linear: y = x W^T, with a path that says what backward keeps."""
+"""The one autograd function of a recoverable linear: y = x W^T on a precision path."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gnmr_megatron.precision.packed import PackedTensor, dequantize, quantize
+from gnmr_megatron.precision.exchange import InputExchange, NoExchange
 from gnmr_megatron.precision.paths import PrecisionPath
-
-
-class InputExchange(Protocol):
-    """What a linear's input and its gradient go through between ranks.
-
-    Both calls start the exchange and return a function that waits for the result, so that the backward can
-    overlap them with a GEMM.
-    """
-
-    def gather(self, shard: Tensor) -> Callable[[], Tensor]:
-        """The whole input of the GEMM, from this rank's rows."""
-
-    def reduce(self, grad_input: Tensor) -> Callable[[], Tensor]:
-        """The gradient of this rank's rows, from a partial gradient of the whole input."""
-
-
-class NoExchange:
-    """One rank holds the whole input."""
-
-    def gather(self, shard: Tensor) -> Callable[[], Tensor]:
-        """The input itself."""
-        return lambda: shard
-
-    def reduce(self, grad_input: Tensor) -> Callable[[], Tensor]:
-        """The gradient itself."""
-        return lambda: grad_input
+from gnmr_megatron.precision.quantizer import Quantizer
 
 
 class _Linear(torch.autograd.Function):
@@ -46,60 +20,38 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         path: PrecisionPath,
         exchange: InputExchange,
-        generator: torch.Generator | None,
+        quantizer: Quantizer,
+        is_recorded: bool,  # noqa: FBT001  # autograd functions take arguments by position
     ) -> Tensor:
-        dtype = path.compute_dtype or x.dtype
-        operand = x.to(dtype)
-        ctx.path, ctx.exchange, ctx.dtype, ctx.packed = path, exchange, dtype, None
-        ctx.input_dtype, ctx.input_shape = x.dtype, x.shape
-        if not ctx.needs_input_grad[1]:
-            ctx.save_for_backward(weight)
-        elif path.saved_input is None:
-            ctx.save_for_backward(weight, operand)
-        else:
-            packed = quantize(operand, path.saved_input, generator)
-            ctx.packed = (packed.format, packed.width)
-            ctx.save_for_backward(weight, packed.codes, packed.scales)
-        whole = exchange.gather(operand)()
-        return torch.matmul(whole, weight.to(dtype).t()).to(x.dtype)
+        output, kept = path.forward(
+            _flat(x), weight, exchange, quantizer, keep=is_recorded and ctx.needs_input_grad[1]
+        )
+        ctx.path, ctx.exchange, ctx.quantizer = path, exchange, quantizer
+        ctx.num_rows, ctx.input_dtype, ctx.input_shape = len(kept.rows), x.dtype, x.shape
+        ctx.save_for_backward(weight, *kept.rows, *kept.shared)
+        return output.to(x.dtype).view(-1, *x.shape[1:-1], len(weight))
 
     @staticmethod
     def backward(
         ctx: Any, grad_output: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        path, exchange, quantizer = ctx.path, ctx.exchange, ctx.quantizer
         weight, *kept = ctx.saved_tensors
-        grad_output = grad_output.to(ctx.dtype)
-        wait_for_input = _gather_kept(ctx, kept) if ctx.needs_input_grad[1] else None
+        rows, shared = kept[: ctx.num_rows], kept[ctx.num_rows :]
+        grad_output = _flat(grad_output)
         grad_input = grad_weight = wait_for_grad = None
+        quantizer.start_pass("backward")
+        # what travels is what was kept: for INT4, a quarter of the bytes of BF16
+        waits_for_rows = [exchange.gather(part) for part in rows] if ctx.needs_input_grad[1] else []
         if ctx.needs_input_grad[0]:
-            partial = torch.matmul(grad_output, weight.to(ctx.dtype)).to(ctx.input_dtype)
-            wait_for_grad = ctx.exchange.reduce(partial)
-        if wait_for_input is not None:
-            flat = grad_output.reshape(-1, grad_output.shape[-1])
-            grad_weight = torch.matmul(flat.t(), wait_for_input()).to(weight.dtype)
+            partial = path.grad_input(grad_output, weight, quantizer).to(ctx.input_dtype)
+            wait_for_grad = exchange.reduce(partial)
+        if ctx.needs_input_grad[1]:
+            operand = path.restore([wait() for wait in waits_for_rows], shared, weight)
+            grad_weight = path.grad_weight(grad_output, operand, quantizer).to(weight.dtype)
         if wait_for_grad is not None:
-            grad_input = wait_for_grad()
-        return grad_input, grad_weight, None, None, None
-
-
-def _gather_kept(ctx: Any, kept: list[Tensor]) -> Callable[[], Tensor]:
-    """Start gathering what forward kept; the result is the [tokens, width] operand of the weight gradient."""
-    if ctx.packed is None:
-        wait_for_operand = ctx.exchange.gather(kept[0])
-        return lambda: _flat(wait_for_operand())
-    # codes and scales travel, not values: a quarter of the bytes of BF16 for INT4
-    wait_for_codes, wait_for_scales = (ctx.exchange.gather(part) for part in kept)
-
-    def operand() -> Tensor:
-        codes = wait_for_codes()
-        packed = PackedTensor(codes, wait_for_scales(), *ctx.packed)
-        return dequantize(packed, torch.Size([len(codes), packed.width]), ctx.dtype)
-
-    return operand
-
-
-def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+            grad_input = wait_for_grad().view(ctx.input_shape)
+        return grad_input, grad_weight, None, None, None, None
 
 
 def linear(
@@ -108,24 +60,28 @@ def linear(
     path: PrecisionPath,
     *,
     exchange: InputExchange | None = None,
-    generator: torch.Generator | None = None,
+    quantizer: Quantizer | None = None,
 ) -> Tensor:
     """Multiply by a weight on a precision path: y = x W^T.
 
-    Forward and input gradient use the exact operands (in the path's compute type); the weight gradient uses
-    what the path kept of the input.
-
     Args:
-        x: [sequence, batch, in] floating point; this rank's rows where `exchange` gathers them.
+        x: [sequence, ..., in] floating point; this rank's part of the sequence where `exchange` gathers it.
         weight: [out, in] floating point.
         path: what to compute in and what to keep.
         exchange: traffic between ranks; none by default.
-        generator: noise for stochastic rounding, on the device of `x`.
+        quantizer: noise and counters of the linear; those of this call alone by default.
 
     Returns:
-        [sequence, batch, out] in the type of `x`.
+        [sequence, ..., out] in the type of `x`.
     """
+    quantizer = quantizer or Quantizer()
+    is_recorded = torch.is_grad_enabled()
+    quantizer.start_pass("forward" if is_recorded else "forward without gradients")
     result: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        x, weight, path, exchange or NoExchange(), generator
+        x, weight, path, exchange or NoExchange(), quantizer, is_recorded
     )
     return result
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.data.config import DataConfig
 from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.errors import ConfigError, LayoutError
 from gnmr_megatron.models.config import LlamaConfig
+from gnmr_megatron.models.precision_plan import plan_problems, plan_units
 from gnmr_megatron.observability.config import TrackingConfig
 from gnmr_megatron.precision.config import PrecisionConfig
 
@@ -97,6 +99,9 @@ class TrainSettings:
     max_skipped_steps: int = 10
     """Stop after so many steps in a row whose loss or gradient was not finite."""
 
+    recompute: Literal["none", "core_attn", "full"] = "none"
+    """What the backward computes again instead of keeping it: nothing, core attention, or whole layers."""
+
     timeout_minutes: float = 30.0
     """Give up on a collective after this time."""
 
@@ -115,6 +120,18 @@ class TrainSettings:
                 raise ConfigError(f"train.{key}: {getattr(self, key)} must not be negative")
         if self.timeout_minutes <= 0:
             raise ConfigError(f"train.timeout_minutes: {self.timeout_minutes} must be positive")
+
+    def engine_fields(self) -> dict[str, Any]:
+        """Fields of megatron-core's `TransformerConfig`."""
+        if self.recompute == "full":
+            return {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        if self.recompute == "core_attn":
+            return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,21 +244,17 @@ def _batch_problems(config: RunConfig, replicas: int) -> Iterator[str]:
 
 
 def _precision_problems(config: RunConfig) -> Iterator[str]:
-    precision, tensor = config.precision, config.parallel.tensor_model_parallel_size
-    names = [name for name in (precision.low, precision.recovery) if name.startswith("saved_")]
-    if not names:
+    try:
+        plans = plan_units(config.model, config.precision)
+    except ConfigError as error:
+        yield str(error)
         return
-    for operator, width in config.model.input_widths().items():
-        # row-parallel linears hold a part of each token, column-parallel ones all of it
-        held = width // tensor if operator in ("linear_proj", "linear_fc2") else width
-        if precision.granularity == "group" and held % precision.group_size:
-            yield (
-                f"precision.group_size: {precision.group_size} does not divide {held}, the width of the input of "
-                f"{operator} on a rank, as {names[0]} needs; possible: {_even_divisors(held)}, or another "
-                "precision.granularity"
-            )
-        elif held % 2 and "saved_int4" in names:
-            yield f"precision: saved_int4 packs two values a byte, but the input of {operator} is {held} wide"
+    yield from plan_problems(
+        plans,
+        config.precision,
+        tensor_parallel=config.parallel.tensor_model_parallel_size,
+        tokens=config.data.sequence_length * config.train.micro_batch_size,
+    )
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:
@@ -262,8 +275,3 @@ def _schedule_problems(config: RunConfig) -> Iterator[str]:
 def _nearest(value: int, multiple: int) -> str:
     below = value // multiple * multiple
     return ", ".join(str(item) for item in (below, below + multiple) if item > 0)
-
-
-def _even_divisors(width: int) -> str:
-    divisors = [size for size in range(2, width + 1, 2) if width % size == 0]
-    return ", ".join(str(size) for size in divisors[-8:]) or "none"

@@ -181,6 +181,12 @@ def _explain(message: str) -> str:
         return message
     key, text = wrong[1], " ".join(wrong[2].split()).replace("typing.", "")
     text = re.sub(r"<class '(\w+)'>", r"\1", text)
+    choice = re.search(r"Expected a Literal\[(.*)\]\. Got value: (.*)", text)
+    if choice:
+        possible = choice[1].replace("'", "").split(", ")
+        close = difflib.get_close_matches(choice[2], possible, n=1, cutoff=0.5)
+        hint = f"did you mean `{close[0]}`? " if close else ""
+        return f"{key}: no `{choice[2]}`; {hint}possible: {', '.join(possible)}"
     union = re.search(r"Subtypes: \[(.*?)\] Errors.*Given value: (.*)", text)
     return f"{key}: {union[2]} is none of {union[1]}" if union else f"{key}: {text}"
 

@@ -32,7 +32,7 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates with all units on the recovery path; the controller never hears of it."""
+    """Evaluates with all units on their recovery paths; the controller never hears of it."""
 
     batches: Sequence[Batch]
     model: PipelinedModel
@@ -55,6 +55,6 @@ class Evaluation:
     def __call__(self) -> HeldOutLoss:
         """Evaluate; all ranks take part and learn the same result."""
         started = time.perf_counter()
-        with self.switchboard.all_on(self.switchboard.recovery):
+        with self.switchboard.all_recovered():
             result = self.model.evaluate(self.batches)
         return HeldOutLoss(result.loss, result.tokens, time.perf_counter() - started)

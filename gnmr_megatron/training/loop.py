@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from megatron.core import parallel_state
 from gnmr_megatron.control.units import UnitTable
 from gnmr_megatron.data.batches import Batch, TrainBatches
 from gnmr_megatron.distributed.consensus import verify_decision
+from gnmr_megatron.distributed.process_groups import gather_from_all
 from gnmr_megatron.errors import DivergenceError
 from gnmr_megatron.training.checkpoint import Checkpointer
 from gnmr_megatron.training.config import TrainSettings
@@ -125,6 +127,7 @@ class Trainer:
             units=broken,
             message=f"{'loss' if is_loss else 'gradient'} is not finite: the step is skipped",
         )
+        self._note_broken_inputs()
         if self.state.skipped_in_a_row >= self.settings.max_skipped_steps:
             self.recorder.finish(self.state, reason="diverged")
             shown = ", ".join(broken[:5]) + (
@@ -135,6 +138,19 @@ class Trainer:
                 f"in a row (train.max_skipped_steps); units with gradients that are not finite: "
                 f"{shown or 'none, the rest of the model'}. Resume from the last checkpoint with a lower "
                 "optimizer.lr or a higher gnmr.max_recovered"
+            )
+
+    def _note_broken_inputs(self) -> None:
+        """Tell which linears quantised NaN or infinity; all ranks come here after the same step."""
+        blocks: Counter[str] = Counter()
+        for counts in gather_from_all(self.step.switchboard.take_non_finite()):
+            blocks.update(counts)
+        if blocks:
+            self.recorder.fault(
+                self.state.step,
+                kind="non_finite_quantized",
+                units=sorted(blocks),
+                message=f"NaN or infinity in {blocks.total()} blocks of values that {len(blocks)} linears quantised",
             )
 
     def _not_finite(self, result: StepResult) -> list[str]:

@@ -33,12 +33,12 @@ from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.distributed.ownership import owned_gradients
 from gnmr_megatron.distributed.process_groups import gather_from_all, start_process_groups
 from gnmr_megatron.errors import ConfigError, GnmrError
-from gnmr_megatron.models.discovery import discover_units, local_linears
+from gnmr_megatron.models.discovery import local_linears
 from gnmr_megatron.models.llama import DTYPES, build_chunks, transformer_config
-from gnmr_megatron.models.recoverable_linear import RecoverableLinear
-from gnmr_megatron.models.switchboard import Switchboard
+from gnmr_megatron.models.precision_plan import plan_units
+from gnmr_megatron.models.switchboard import Switchboard, linear_switches, recoverable_units
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
-from gnmr_megatron.precision.paths import precision_path
+from gnmr_megatron.precision.registry import precision_path
 from gnmr_megatron.training.checkpoint import Checkpointer, latest_checkpoint
 from gnmr_megatron.training.config import RunConfig, validate
 from gnmr_megatron.training.config_files import write_config
@@ -65,7 +65,12 @@ def set_up(config: RunConfig) -> Trainer:
     )
     folder = _agree_on_folder(config)
     engine = transformer_config(
-        config.model, {**config.parallel.engine_fields(), **engine_compat.device_fields(device)}
+        config.model,
+        {
+            **config.parallel.engine_fields(),
+            **config.train.engine_fields(),
+            **engine_compat.device_fields(device),
+        },
     )
     chunks = _wrap(
         build_chunks(
@@ -85,16 +90,12 @@ def set_up(config: RunConfig) -> Trainer:
     scheduler = build_scheduler(optimizer, config.optimizer, steps=config.train.steps)
     connect_engine(engine, chunks, optimizer, config.parallel)
 
-    linears = local_linears(chunks)
-    units = discover_units(linears, gather_from_all)
+    plans = plan_units(config.model, config.precision)
+    units = recoverable_units(plans)
+    linears = local_linears(chunks, {plan.unit.id for plan in plans})
     controller = _controller(config.gnmr, units)
-    switchboard = Switchboard(
-        units,
-        linears,
-        low=precision_path(config.precision.low, config.precision),
-        recovery=precision_path(config.precision.recovery, config.precision),
-        seed=config.seed,
-    )
+    paths = {name: precision_path(name, config.precision) for plan in plans for name in plan.paths}
+    switchboard = Switchboard(plans, linear_switches(plans, linears, paths), seed=config.seed)
     checkpointer = Checkpointer(
         folder.checkpoints,
         chunks=chunks,
@@ -105,7 +106,7 @@ def set_up(config: RunConfig) -> Trainer:
         identity=_identity(config, units, data.tokenizer_fingerprint),
     )
     state, history_restarted = _resume(config, folder, checkpointer, controller)
-    switchboard.apply(controller.recovery_set, step=state.step + 1)
+    switchboard.request(controller.recovery_set)
 
     model = PipelinedModel(
         chunks,
@@ -235,12 +236,16 @@ def _norms(
     chunks: Sequence[torch.nn.Module],
     optimizer: ClippingOptimizer,
     units: UnitTable,
-    linears: Mapping[str, RecoverableLinear],
+    linears: Mapping[str, torch.nn.Module],
     device: torch.device,
 ) -> MeasuresNorms:
     if settings.mode == "disabled":
         return EngineNorm(optimizer.engine)
-    slots = {id(linear.weight): units.index(name) for name, linear in linears.items()}
+    slots = {
+        id(linear.weight): units.index(name)
+        for name, linear in linears.items()
+        if name in units.ids
+    }
     owned = owned_gradients(chunks, optimizer.engine, slots, rest=len(units))
     return RiskConsensus(owned, len(units), device)
 

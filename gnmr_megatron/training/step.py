@@ -26,7 +26,7 @@ class StepResult:
         updated: whether the weights changed; not where loss or gradient were not finite.
         learning_rate: of this step.
         decision: recovery set of the next step, and why.
-        control_seconds: time to decide and switch; measuring norms takes the place of the engine's own.
+        control_seconds: time to decide; measuring norms takes the place of the engine's own.
     """
 
     batch: BatchLoss
@@ -58,6 +58,7 @@ class TrainStep:
             step: 1-based number of this step.
             stop_requested: whether this rank was asked to stop.
         """
+        self.switchboard.start_step(step)  # every forward and backward of the step sees one path
         self.model.zero_grad_buffers()
         self.optimizer.zero_grad()
         batch = self.model.forward_backward(batches, stop_requested=stop_requested)
@@ -71,9 +72,7 @@ class TrainStep:
 
         started = time.perf_counter()
         decision = self.controller.decide(norms.per_unit, step=step, updated=updated)
-        self.switchboard.apply(
-            decision.recovery_set, step=step + 1
-        )  # in force from the next forward
+        self.switchboard.request(decision.recovery_set)  # in force from the next step
         return StepResult(
             batch, norms, updated, learning_rate, decision, time.perf_counter() - started
         )

@@ -40,7 +40,16 @@ PRECISIONS = {
     "int4": {"precision.low": "saved_int4", "precision.recovery": "saved_int8"},
     "tied": {"precision.low": "fp32", "precision.recovery": "fp32", "model.tie_embeddings": "true"},
     "bf16": {"precision.low": "bf16", "precision.recovery": "bf16", "model.dtype": "bf16"},
+    # blocks of 32 values never cross the shards
+    "mx": {
+        "precision.low": "fp6_e3m2",
+        "precision.recovery": "fp8_e4m3",
+        "precision.granularity": "mx",
+    },
+    # a scale spans the whole sequence, but not the features of other ranks
+    "fp8": {"precision.low": "torch_fp8_tensorwise", "precision.recovery": "bf16"},
 }
+RECOMPUTED = ("saved_int4", "fp4_e2m1", "deepseek_fp6", "torch_fp8_rowwise")
 INT4 = PRECISIONS["int4"]
 MODES = {  # on one process
     "static_low": {"gnmr.policy": "static_low"},
@@ -49,6 +58,17 @@ MODES = {  # on one process
     "disabled": {"gnmr.mode": "disabled"},
     "replay": {"gnmr.policy": "replay", "gnmr.trace": "int4.one"},
     "all_int8": {"precision.low": "saved_int8"},
+    **{
+        f"{path}.{recompute}": {
+            "precision.low": path,
+            "precision.rounding": "stochastic",
+            "precision.group_size": 16,
+            "train.recompute": recompute,
+            "train.steps": 6,
+        }
+        for path in RECOMPUTED
+        for recompute in ("none", "core_attn", "full")
+    },
 }
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts if name != "one"]
 CHECKED = {
@@ -56,13 +76,22 @@ CHECKED = {
     "int4": NAMES,
     "tied": ["pp2", "tp2_pp2_sp"],
     "bf16": ["tp2", "pp2", "dp2_sharded"],
+    "mx": ["tp2_sp", "pp2", "dp2_sharded", "tp2_pp2_sp"],
+    "fp8": ["tp2", "tp2_sp", "pp2"],
 }
-PAIRS = [(precision, layout) for precision, layouts in CHECKED.items() for layout in layouts]
+PAIRS = [
+    (precision, layout)
+    for precision, layouts in CHECKED.items()
+    for layout in layouts
+    if (precision, layout) not in {("fp8", "tp2"), ("fp8", "tp2_sp")}
+]
 TOLERANCES = {
     "exact": (1e-5, 1e-5),
     "tied": (1e-5, 1e-5),
     "int4": (1e-5, 3e-3),
     "bf16": (5e-3, 5e-2),
+    "mx": (1e-4, 1e-2),
+    "fp8": (1e-5, 1e-5),
 }
 
 
@@ -199,3 +228,23 @@ def test_static_high_trains_as_if_its_recovery_path_were_the_only_one(runs):
     assert matrix.recovered.all()
     np.testing.assert_array_equal(matrix.norms[0], read_risk_matrix(runs / "all_int8").norms[0])
     assert (matrix.norms[0] != read_risk_matrix(runs / "static_low").norms[0]).any()
+
+
+def test_scales_of_a_tensor_cover_the_whole_sequence_in_sequence_parallelism(runs):
+    """What sequence parallelism splits is quantised as if it were whole."""
+    ours, reference = (runs / f"fp8.{name}" for name in ("tp2_sp", "tp2"))
+    np.testing.assert_allclose(losses(ours), losses(reference), rtol=1e-5)
+    ours, reference = read_risk_matrix(ours), read_risk_matrix(reference)
+    np.testing.assert_allclose(ours.norms, reference.norms, rtol=3e-3)
+    np.testing.assert_array_equal(ours.selected, reference.selected)
+
+
+@pytest.mark.parametrize("path", RECOMPUTED)
+@pytest.mark.parametrize("recompute", ["core_attn", "full"])
+def test_recompute_changes_no_bit(runs, path, recompute):
+    """Stochastic rounding included: the second forward of a microbatch rounds as its first."""
+    plain, recomputed = runs / f"{path}.none", runs / f"{path}.{recompute}"
+    np.testing.assert_array_equal(losses(recomputed), losses(plain))
+    ours, reference = read_risk_matrix(recomputed), read_risk_matrix(plain)
+    np.testing.assert_array_equal(ours.norms, reference.norms)
+    assert reference.recovered.any()

@@ -8,21 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gnmr_megatron.control.units import UnitTable
 from gnmr_megatron.distributed import engine_compat
 from gnmr_megatron.distributed.layout import ParallelLayout
-from gnmr_megatron.distributed.process_groups import (
-    gather_from_all,
-    start_process_groups,
-    stop_process_groups,
-)
+from gnmr_megatron.distributed.process_groups import start_process_groups, stop_process_groups
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.models.config import LlamaConfig
-from gnmr_megatron.models.discovery import discover_units, local_linears
+from gnmr_megatron.models.discovery import local_linears
 from gnmr_megatron.models.llama import build_chunks, transformer_config
-from gnmr_megatron.models.switchboard import Switchboard
+from gnmr_megatron.models.precision_plan import plan_units
+from gnmr_megatron.models.switchboard import Switchboard, linear_switches, recoverable_units
 from gnmr_megatron.precision.config import PrecisionConfig
-from gnmr_megatron.precision.paths import precision_path
+from gnmr_megatron.precision.registry import precision_path
 
 VOCAB, LENGTH = 50, 12
 CONFIG = LlamaConfig(
@@ -141,7 +137,12 @@ def test_the_number_of_parameters_is_that_of_the_model(tied):
 
 
 def test_every_projection_is_a_unit_in_the_order_of_the_forward_pass():
-    units = discover_units(local_linears([build()]), gather_from_all)
+    plans = plan_units(CONFIG, PrecisionConfig())
+    units = recoverable_units(plans)
+    linears = local_linears([build()], units.ids)
+    assert {name: tuple(linear.weight.shape) for name, linear in linears.items()} == {
+        unit.id: unit.shape for unit in units
+    }
     assert [(unit.layer, unit.operator, unit.shape) for unit in units][:4] == [
         (0, "linear_qkv", (64, 32)),
         (0, "linear_proj", (32, 32)),
@@ -154,13 +155,11 @@ def test_every_projection_is_a_unit_in_the_order_of_the_forward_pass():
 
 def switchboard(model, rounding="nearest"):
     settings = PrecisionConfig(group_size=16, rounding=rounding)
-    linears = local_linears([model])
-    units: UnitTable = discover_units(linears, gather_from_all)
-    paths = {
-        "low": precision_path("saved_int4", settings),
-        "recovery": precision_path("saved_int8", settings),
-    }
-    return Switchboard(units, linears, **paths), units
+    plans = plan_units(CONFIG, settings)
+    units = recoverable_units(plans)
+    paths = {name: precision_path(name, settings) for name in ("saved_int4", "saved_int8")}
+    switches = linear_switches(plans, local_linears([model], units.ids), paths)
+    return Switchboard(plans, switches), units
 
 
 def gradients(model):
@@ -174,11 +173,15 @@ def test_a_recovered_unit_alone_changes_its_weight_gradient():
     model = build()
     board, units = switchboard(model)
     low = gradients(model)
-    board.apply(np.array([5]), step=1)
+    board.start_step(1)
+    board.request(np.array([5]))
+    assert all(torch.equal(low[name], grad) for name, grad in gradients(model).items())  # not yet
+    board.start_step(2)
     recovered = gradients(model)
     changed = {name for name in low if not torch.equal(low[name], recovered[name])}
     assert changed == {units[5].id + ".weight"}
-    board.apply(np.array([], dtype=np.int64), step=2)
+    board.request(np.array([], dtype=np.int64))
+    board.start_step(3)
     back = gradients(model)
     assert all(torch.equal(low[name], back[name]) for name in low)
     assert f"unit={units[5].id}, path=saved_int4" in repr(model)
@@ -189,7 +192,7 @@ def test_stochastic_rounding_repeats_with_the_step_and_changes_with_it():
     board, _ = switchboard(model, rounding="stochastic")
     results = []
     for step in (1, 1, 2):
-        board.apply(np.array([], dtype=np.int64), step=step)
+        board.start_step(step)
         results.append(gradients(model)["decoder.layers.0.mlp.linear_fc1.weight"])
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])

@@ -1,0 +1,173 @@
+"""Which paths each projection of the model can run on, by global id; no torch, so that it is checked first."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gnmr_megatron.control.units import Unit
+from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.models.config import LlamaConfig
+from gnmr_megatron.precision.catalog import PATHS, PathName, kept_bytes_per_token, misfits
+from gnmr_megatron.precision.config import PrecisionConfig
+from gnmr_megatron.precision.overrides import Override
+
+PROJECTIONS = {
+    "linear_qkv": "self_attention",
+    "linear_proj": "self_attention",
+    "linear_fc1": "mlp",
+    "linear_fc2": "mlp",
+}
+"""Projections of a layer in the order of the forward pass, and the module that holds each."""
+
+ROW_PARALLEL = ("linear_proj", "linear_fc2")
+"""Projections that hold a part of each token; the others hold a part of their outputs."""
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """One projection and its paths.
+
+    Attributes:
+        unit: id, place and whole shape.
+        low: path outside the recovery set.
+        recovery: path inside it.
+        is_fixed: the unit always runs on `low` (which is `recovery`, too) and is no unit of the controller.
+        engine: payload in megatron-core's form for a fixed unit.
+    """
+
+    unit: Unit
+    low: PathName
+    recovery: PathName
+    is_fixed: bool = False
+    engine: Mapping[str, Any] | None = None
+
+    @property
+    def paths(self) -> tuple[PathName, ...]:
+        """The paths it can run on."""
+        return (self.low,) if self.is_fixed else (self.low, self.recovery)
+
+    def held(self, tensor_parallel: int) -> tuple[int, int]:
+        """[out, in] of the weight on one of so many tensor-parallel ranks."""
+        rows, columns = self.unit.shape
+        if self.unit.operator in ROW_PARALLEL:
+            return rows, columns // tensor_parallel
+        return rows // tensor_parallel, columns
+
+    def kept_bytes(self, path: PathName, precision: PrecisionConfig) -> float:
+        """Bytes kept for the weight gradient of a token, over all ranks, without scales that tokens share."""
+        return kept_bytes_per_token(
+            path,
+            self.unit.shape[1],
+            granularity=precision.granularity,
+            group_size=precision.group_size,
+        )
+
+
+def model_units(model: LlamaConfig) -> list[Unit]:
+    """All projections of the model, in order."""
+    heads, groups, head = model.num_attention_heads, model.query_groups, model.head_size
+    shapes = {
+        "linear_qkv": ((heads + 2 * groups) * head, model.hidden_size),
+        "linear_proj": (model.hidden_size, heads * head),
+        "linear_fc1": (2 * model.ffn_hidden_size, model.hidden_size),  # gate and up
+        "linear_fc2": (model.hidden_size, model.ffn_hidden_size),
+    }
+    return [
+        Unit(layer, position, f"decoder.layers.{layer}.{parent}.{name}", shapes[name])
+        for layer in range(model.num_layers)
+        for position, (name, parent) in enumerate(PROJECTIONS.items())
+    ]
+
+
+def plan_units(model: LlamaConfig, precision: PrecisionConfig) -> list[UnitPlan]:
+    """The paths of every projection: the first override that matches its id, or the paths of the settings.
+
+    Raises:
+        ConfigError: an override matches no unit, `first_last_k` is too large, or no unit is left to control.
+    """
+    units = model_units(model)
+    overrides = precision.ordered_overrides()
+    _refuse_globs_without_units(overrides, [unit.id for unit in units])
+    k = precision.first_last_k
+    if 2 * k > model.num_layers:
+        raise ConfigError(
+            f"precision.first_last_k: {k} at either end are more than model.num_layers ({model.num_layers})"
+        )
+    plans = []
+    for unit in units:
+        override = next((o for o in overrides if fnmatch.fnmatchcase(unit.id, o.units)), None)
+        is_at_end = not k <= unit.layer < model.num_layers - k
+        if override is None and is_at_end:
+            plans.append(UnitPlan(unit, precision.recovery, precision.recovery, is_fixed=True))
+        else:
+            plans.append(_plan(unit, override, precision))
+    if all(plan.is_fixed for plan in plans):
+        raise ConfigError(
+            "precision: overrides and first_last_k fix all units, so none is left to control; for one path "
+            "everywhere, set precision.low to it and gnmr.mode to disabled"
+        )
+    return plans
+
+
+def plan_problems(
+    plans: list[UnitPlan],
+    precision: PrecisionConfig,
+    *,
+    tensor_parallel: int,
+    tokens: int,
+) -> Iterator[str]:
+    """One line for each path and operator that cannot go together, naming the first such unit.
+
+    Args:
+        plans: of all projections.
+        precision: settings of the paths.
+        tensor_parallel: ranks that share each weight.
+        tokens: rows of a microbatch, over all ranks that share the sequence.
+    """
+    families = {PATHS[path].family == "te" for plan in plans for path in plan.paths}
+    if len(families) > 1:
+        te = next(p for p in plans for path in p.paths if PATHS[path].family == "te")
+        other = next(p for p in plans for path in p.paths if PATHS[path].family != "te")
+        yield (
+            f"precision: {te.unit.id} runs on {_first(te, is_te=True)} and {other.unit.id} on "
+            f"{_first(other, is_te=False)}, but all paths have to be te_*, or none; te_bf16 is their BF16"
+        )
+    seen = set()
+    for plan in plans:
+        for path in plan.paths:
+            for problem in misfits(
+                path,
+                granularity=precision.granularity,
+                group_size=precision.group_size,
+                held=plan.held(tensor_parallel),
+                tokens=tokens,
+            ):
+                if problem not in seen:
+                    seen.add(problem)
+                    yield f"{problem} (unit {plan.unit.id})"
+
+
+def _first(plan: UnitPlan, *, is_te: bool) -> PathName:
+    return next(path for path in plan.paths if (PATHS[path].family == "te") == is_te)
+
+
+def _plan(unit: Unit, override: Override | None, precision: PrecisionConfig) -> UnitPlan:
+    if override is None:
+        return UnitPlan(unit, precision.low, precision.recovery)
+    if override.fixed is not None:
+        return UnitPlan(unit, override.fixed, override.fixed, is_fixed=True, engine=override.engine)
+    return UnitPlan(unit, override.low or precision.low, override.recovery or precision.recovery)
+
+
+def _refuse_globs_without_units(overrides: tuple[Override, ...], ids: list[str]) -> None:
+    for override in overrides:
+        if any(fnmatch.fnmatchcase(unit_id, override.units) for unit_id in ids):
+            continue
+        nearest = difflib.get_close_matches(override.units, ids, n=3, cutoff=0)
+        raise ConfigError(
+            f"{override.where}: '{override.units}' matches no unit; nearest: {', '.join(nearest)}"
+        )
