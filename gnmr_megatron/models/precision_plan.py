@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +121,7 @@ def plan_problems(
     tensor_parallel: int,
     tokens: int,
 ) -> Iterator[str]:
-    """One line for each path and operator that cannot go together, naming the first such unit.
+    """One line for each path or key that does not fit a unit, naming the first such unit.
 
     Args:
         plans: of all projections.
@@ -137,6 +138,7 @@ def plan_problems(
             f"{_first(other, is_te=False)}, but all paths have to be te_*, or none; te_bf16 is their BF16"
         )
     seen = set()
+    common_width = math.gcd(*(plan.held(tensor_parallel)[1] for plan in plans))
     for plan in plans:
         for path in plan.paths:
             for problem in misfits(
@@ -144,10 +146,12 @@ def plan_problems(
                 granularity=precision.granularity,
                 group_size=precision.group_size,
                 held=plan.held(tensor_parallel),
+                common_width=common_width,
                 tokens=tokens,
             ):
-                if problem not in seen:
-                    seen.add(problem)
+                about = problem.split()[0]  # the key or the path
+                if about not in seen:
+                    seen.add(about)
                     yield f"{problem} (unit {plan.unit.id})"
 
 

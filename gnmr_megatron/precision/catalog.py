@@ -116,7 +116,9 @@ def kept_bytes_per_token(
     info = PATHS[path]
     values = width * info.bits / 8
     if info.scale_block is not None:
-        return values + -(-width // info.scale_block) * info.scale_bytes
+        blocks = -(-width // info.scale_block)
+        padded = blocks * info.scale_block if info.family == "deepseek" else width
+        return padded * info.bits / 8 + blocks * info.scale_bytes
     if info.family in ("saved", "emulated"):
         return values + _scales_per_token(info, width, granularity, group_size)
     return values
@@ -143,6 +145,7 @@ def misfits(
     granularity: Granularity,
     group_size: int,
     held: tuple[int, int],
+    common_width: int,
     tokens: int,
 ) -> Iterator[str]:
     """Why a path cannot run a linear, and what would do.
@@ -152,6 +155,7 @@ def misfits(
         granularity: of saved and emulated paths.
         group_size: of saved and emulated paths.
         held: [out, in] of the weight that one rank holds.
+        common_width: greatest divisor of the widths of all inputs on a rank.
         tokens: rows of a microbatch, over all ranks that share the sequence.
     """
     info, width = PATHS[path], held[1]
@@ -163,13 +167,17 @@ def misfits(
             key = "precision.granularity: mx" if granularity == "mx" else "precision.group_size"
             yield (
                 f"{key}: {per_scale} does not divide {width}, the width of the input on a rank, as {path} needs; "
-                f"possible: {_even_divisors(width)}, or another precision.granularity"
+                f"possible for all inputs: {_even_divisors(common_width)}; or take another precision.granularity"
             )
         elif path == "fp4_e2m1" and granularity == "tensor":
             yield f"{path} has 8 magnitudes and needs finer scales; set precision.granularity to token, group or mx"
     shared = {4: 2, 6: 4}.get(info.bits, 1)
-    if info.family != "te" and width % shared:
-        yield f"{path} packs {shared} values together, but the input on a rank is {width} wide"
+    group = group_size if granularity in ("group", "block") else width
+    if info.family in ("saved", "emulated") and (width % shared or group % shared):
+        yield (
+            f"{path} packs {shared} values together, but {group} share a scale and the input on a rank is {width} "
+            "wide; both have to be multiples"
+        )
     for what, size in (("output", held[0]), ("input", width), ("microbatch in tokens", tokens)):
         if size % info.multiple:
             yield (

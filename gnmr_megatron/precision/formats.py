@@ -5,6 +5,7 @@ Floating-point formats follow the OCP specifications (8-bit Floating Point 1.0; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,11 @@ class FloatFormat(NumberFormat):
     has_infinity: bool = False
     dtype: torch.dtype | None = None
 
+    @property
+    def num_binades(self) -> int:
+        """Powers of two between which the normal numbers lie."""
+        return math.frexp(self.max)[1] - self.min_exponent
+
 
 INT8 = IntegerFormat("int8", bits=8, max=127)
 INT4 = IntegerFormat("int4", bits=4, max=7)
@@ -84,17 +90,22 @@ def round_to(x: Tensor, number_format: NumberFormat, noise: Tensor | None = None
     Returns:
         FP32 of the same shape, every value exact in the format; zero keeps its sign.
     """
-    if isinstance(number_format, FloatFormat):
-        quantum = _power_of_two(x, number_format) * 2.0**-number_format.mantissa_bits
-        rounded = _round(x / quantum, noise) * quantum
-    else:
-        rounded = _round(x, noise)
-    rounded = rounded.clamp(-number_format.max, number_format.max)
-    if noise is not None:
-        rounded = rounded.copysign(x)
+    rounded = round_finite(x, number_format, noise)
     has_infinity = isinstance(number_format, FloatFormat) and number_format.has_infinity
-    beyond = x if has_infinity else torch.nan
-    return torch.where(x.isinf(), beyond, rounded)
+    return torch.where(x.isinf(), x if has_infinity else torch.nan, rounded)
+
+
+def round_finite(x: Tensor, number_format: NumberFormat, noise: Tensor | None = None) -> Tensor:
+    """As `round_to`, for values that are finite or NaN."""
+    largest = number_format.max
+    if not isinstance(number_format, FloatFormat):
+        rounded = _round(x, noise).clamp(-largest, largest)
+    elif number_format.dtype is not None and noise is None:
+        return x.clamp(-largest, largest).to(number_format.dtype).float()
+    else:
+        quantum = _quantum(x, number_format)
+        rounded = (_round(x / quantum, noise) * quantum).clamp(-largest, largest)
+    return rounded if noise is None else rounded.copysign(x)
 
 
 def encode(values: Tensor, number_format: NumberFormat) -> Tensor:
@@ -105,43 +116,58 @@ def encode(values: Tensor, number_format: NumberFormat) -> Tensor:
         number_format: their format.
 
     Returns:
-        int8 of the same shape: two's complement, or sign and magnitude in the lowest `bits` bits.
+        int8 or int32 of the same shape: two's complement, or sign and magnitude in the lowest `bits` bits.
     """
     if not isinstance(number_format, FloatFormat):
-        return values.to(torch.int8)
+        return values.to(torch.int8 if number_format.bits == 8 else torch.int32)
     if number_format.dtype is not None:
         return values.to(number_format.dtype).view(torch.int8)
-    power = _power_of_two(values, number_format)
-    # steps of one binade lie side by side, so the exponent field only shifts where they start
-    binade = (power.view(torch.int32) >> 23) - (127 + number_format.min_exponent)
-    steps = (values.abs() / (power * 2.0**-number_format.mantissa_bits)).to(torch.int32)
-    magnitude = (binade << number_format.mantissa_bits) + steps
-    sign = values.signbit().to(torch.int32) << (number_format.bits - 1)
-    return (sign | magnitude).to(torch.int8)
+    start, quantum = _binade(values.abs(), number_format, of_values=True)
+    is_negative = torch.ones_like(values).copysign(values) < 0
+    sign = torch.where(is_negative, 2.0 ** (number_format.bits - 1), 0.0)
+    return (sign + start + values.abs() / quantum).to(torch.int32)
 
 
 def decode(codes: Tensor, number_format: NumberFormat) -> Tensor:
-    """FP32 values of codes; the inverse of `encode`, sign-extended codes of 4 or 6 bits included."""
+    """FP32 values of int8 or int32 codes; the inverse of `encode`. Sign-extended codes do as well."""
     if not isinstance(number_format, FloatFormat):
         return codes.float()
     if number_format.dtype is not None:
         return codes.view(number_format.dtype).float()
-    bits, mantissa_bits = number_format.bits, number_format.mantissa_bits
-    magnitude = codes.to(torch.int32) & ((1 << (bits - 1)) - 1)
-    binade = (magnitude >> mantissa_bits).clamp(min=1) - 1
-    steps = magnitude - (binade << mantissa_bits)
-    quantum = ((binade + (127 + number_format.min_exponent - mantissa_bits)) << 23).view(
-        torch.float32
-    )
-    is_negative = ((codes >> (bits - 1)) & 1).bool()
-    value = steps.float() * quantum
-    return torch.where(is_negative, -value, value)
+    sign_bit = 1 << (number_format.bits - 1)
+    magnitude = (codes & (sign_bit - 1)).float()
+    start, quantum = _binade(magnitude, number_format, of_values=False)
+    value = (magnitude - start) * quantum
+    return torch.where((codes & sign_bit) != 0, -value, value)
 
 
-def _power_of_two(x: Tensor, number_format: FloatFormat) -> Tensor:
-    """Largest power of two not above |x|, but at least that of the smallest normal number."""
+def _quantum(x: Tensor, number_format: FloatFormat) -> Tensor:
+    """Distance of the format's values around each value."""
+    if number_format.dtype is None:
+        return _binade(x.abs(), number_format, of_values=True)[1]
     power = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    return power.clamp(min=2.0**number_format.min_exponent)
+    return power.clamp(min=2.0**number_format.min_exponent) * 2.0**-number_format.mantissa_bits
+
+
+def _binade(
+    magnitude: Tensor, number_format: FloatFormat, *, of_values: bool
+) -> tuple[Tensor, Tensor]:
+    """By how much codes in the binade exceed the steps of their values, and how large a step is.
+
+    For formats of a few binades, by comparing: compiled kernels have no vector code for reading exponent bits.
+
+    Args:
+        magnitude: absolute values, or codes without their sign.
+        number_format: their format.
+        of_values: which of the two.
+    """
+    steps, least = 2.0**number_format.mantissa_bits, 2.0**number_format.min_exponent
+    start, quantum = torch.zeros_like(magnitude), torch.full_like(magnitude, least / steps)
+    for binade in range(1, number_format.num_binades):
+        first = least * 2.0**binade if of_values else (binade + 1) * steps
+        start = torch.where(magnitude >= first, binade * steps, start)
+        quantum = torch.where(magnitude >= first, least * 2.0**binade / steps, quantum)
+    return start, quantum
 
 
 def _round(x: Tensor, noise: Tensor | None) -> Tensor:

@@ -1,8 +1,9 @@
-"""Blocks of a matrix that share a scale: rounding them to a format, and keeping them as codes."""
+"""Values of a matrix that share a scale: rounding them to a format, and keeping them as codes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gnmr_megatron.precision.catalog import ScaleType
-from gnmr_megatron.precision.formats import FloatFormat, NumberFormat, decode, encode, round_to
+from gnmr_megatron.precision.formats import FloatFormat, NumberFormat, decode, encode, round_finite
+from gnmr_megatron.precision.fusion import fused
 
 Rounding = Literal["nearest", "stochastic"]
 SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.float8_e8m0fnu}
@@ -19,7 +21,7 @@ SCALE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "e8m0": torch.flo
 
 @dataclass(frozen=True)
 class Quantization:
-    """How a [rows, columns] matrix is turned into codes and scales: value = code * scale.
+    """How a [rows, width] matrix is turned into codes and scales: value = code * scale.
 
     Attributes:
         format: format of the codes.
@@ -41,16 +43,24 @@ class Quantization:
         """The same along the other axis: for a GEMM that contracts rows instead of columns."""
         return replace(self, rows=self.columns, columns=self.rows)
 
+    @property
+    def shared_axes(self) -> tuple[int, ...]:
+        """Axes of a matrix of groups over which a scale is shared."""
+        if self.rows == 1:
+            return (1,)
+        return (0,) if self.columns == 1 else (0, 1)
+
 
 @dataclass(frozen=True)
 class PackedTensor:
     """Codes and scales of a [rows, width] matrix.
 
     Attributes:
-        codes: int8 [rows, bytes]. 8 bits: a code a byte. 4 bits: column c in the low and c + width / 2 in the
-            high half of a byte. 6 bits: columns of the first three quarters in the low six bits of a byte, those
-            of the last quarter spread over the two high bits of the three.
-        scales: [row blocks, column blocks], of a type of `SCALE_DTYPES`; as int8 where torch cannot copy it.
+        codes: int8 [rows, bytes]. Groups of a row that have a scale of their own lie one after the other, a last
+            one that is smaller filled with zeros. 8 bits: a code a byte. 4 bits: of a group of n, column c in the
+            low and c + n / 2 in the high half of a byte. 6 bits: columns of the first three quarters of a group in
+            the low six bits of a byte, those of the last quarter spread over the two high bits of the three.
+        scales: [rows, groups], [1, width] or [1, 1], of a type of `SCALE_DTYPES`.
         how: format and blocks.
         width: columns of the matrix.
     """
@@ -69,50 +79,67 @@ class PackedTensor:
 def pack(x: Tensor, how: Quantization, noise: Tensor | None = None) -> PackedTensor:
     """Round a matrix to codes.
 
-    A block that holds NaN or infinity gets a scale that is not finite, so the damage shows in `unpack`.
+    Values that share a scale with NaN or infinity get one that is not finite, so the damage shows in `unpack`.
 
     Args:
         x: [rows, width] floating point.
-        how: format, blocks and rounding.
+        how: format, blocks (within a row, of a column, or the whole) and rounding.
         noise: FP32 in [0, 1) of the shape of `x`, for stochastic rounding.
 
     Raises:
-        ValueError: the width is not a multiple of what shares bytes: 2 columns of 4 bits, 4 of 6 bits.
+        ValueError: some but not all rows share a scale; or a group is not a multiple of what shares bytes, 2 columns
+            of 4 bits or 4 of 6 bits.
     """
-    rows, width = x.shape
+    if how.rows not in (1, None):
+        raise ValueError(f"codes cannot be kept where {how.rows} rows share a scale")
+    groups = _row_groups(x, how)
     shared = columns_that_share_bytes(how.format.bits)
-    if width % shared:
-        raise ValueError(f"{how.format.name}: the width {width} must be a multiple of {shared}")
-    blocks, scales = _scaled_blocks(x, how)
-    noise = None if noise is None else _in_blocks(noise, how)
-    if isinstance(how.format, FloatFormat) and how.format.dtype is not None and noise is None:
-        # torch's own cast rounds as `round_to` does
-        codes = blocks.clamp(-how.format.max, how.format.max).to(how.format.dtype).view(torch.int8)
-    else:
-        codes = encode(round_to(blocks, how.format, noise), how.format)
-    codes = _as_matrix(codes, rows, width)
-    return PackedTensor(_pack_bits(codes, how.format.bits), scales, how, width)
+    if groups.shape[1] % shared:
+        raise ValueError(
+            f"{how.format.name}: groups of {groups.shape[1]} columns must be multiples of {shared}"
+        )
+    noise = None if noise is None else _row_groups(noise, how)
+    codes, scales = _pack_groups((groups, noise), how.format, how.scale, how.shared_axes)
+    return PackedTensor(codes.view(len(x), -1), _by_row(scales, how, len(x)), how, x.shape[1])
 
 
 def unpack(packed: PackedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Values [rows, width] of a packed matrix, rounded to `dtype`."""
-    codes = _unpack_bits(packed.codes, packed.how.format.bits)
-    values = decode(codes, packed.how.format)
-    # matrices of several ranks may lie below each other, each with a scale of its own
-    rows = packed.how.rows or len(codes) // len(packed.scales)
-    blocks = _in_blocks(values, replace(packed.how, rows=rows))
-    scaled = blocks * packed.scales.float()[:, None, :, None]
-    return _as_matrix(scaled.to(dtype), *values.shape)
+    """Values [rows, width] of a packed matrix, rounded to `dtype`.
+
+    Matrices of several ranks may lie below each other, each with its scales.
+    """
+    how, rows = packed.how, len(packed.codes)
+    if how.rows != 1 and len(packed.scales) > 1:
+        ranks = len(packed.scales)
+        parts = zip(packed.codes.chunk(ranks), packed.scales.chunk(ranks), strict=True)
+        return torch.cat(
+            [unpack(replace(packed, codes=codes, scales=scales), dtype) for codes, scales in parts]
+        )
+    per_row = packed.scales.shape[1] if how.rows == 1 else 1
+    codes = packed.codes.reshape(rows * per_row, -1)
+    scales = packed.scales.reshape(-1, 1) if how.rows == 1 else packed.scales
+    values = _unpack_groups((codes, scales), how.format, dtype).view(rows, -1)
+    return values if values.shape[1] == packed.width else values[:, : packed.width].contiguous()
 
 
 def round_blocks(
     x: Tensor, how: Quantization, noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """FP32 values that a matrix is worth after rounding, those of `unpack(pack(x))`, and the scales."""
-    blocks, scales = _scaled_blocks(x, how)
-    noise = None if noise is None else _in_blocks(noise, how)
-    rounded = round_to(blocks, how.format, noise) * scales.float()[:, None, :, None]
-    return _as_matrix(rounded, *x.shape), scales
+    """FP32 values that a matrix is worth after rounding, those of `unpack(pack(x))`, and the scales.
+
+    Blocks may span rows, too. Scales are [blocks], in no order that matters.
+    """
+    if how.columns == 1 and how.rows not in (1, None):
+        values, scales = round_blocks(x.t(), how.transposed, None if noise is None else noise.t())
+        return values.t(), scales
+    is_block = how.rows not in (1, None)
+    to_groups = _square_groups if is_block else _row_groups
+    groups = to_groups(x, how)
+    noise = None if noise is None else to_groups(noise, how)
+    axes = (1,) if is_block else how.shared_axes
+    values, scales = _round_groups((groups, noise), how.format, how.scale, axes)
+    values = _from_squares(values, x.shape, how) if is_block else values.view(len(x), -1)
+    return values[:, : x.shape[1]], scales
 
 
 def columns_that_share_bytes(bits: int) -> int:
@@ -120,42 +147,72 @@ def columns_that_share_bytes(bits: int) -> int:
     return math.lcm(bits, 8) // bits
 
 
-def _scaled_blocks(x: Tensor, how: Quantization) -> tuple[Tensor, Tensor]:
-    """FP32 blocks divided by their scales, and the scales."""
-    blocks = _in_blocks(x.float(), how)
-    amax = blocks.abs().amax(dim=(1, 3))
-    if how.scale == "e8m0":
-        scales = _power_of_two_scales(amax, how.format)
+# Below, matrices of groups: [groups, values], scales of shape [groups, 1], [1, values] or [1, 1].
+
+
+@fused
+def _pack_groups(
+    matrices: Sequence[Tensor | None],
+    number_format: NumberFormat,
+    scale: ScaleType,
+    axes: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    groups, noise = matrices
+    assert groups is not None
+    scaled, scales = _scaled(groups, number_format, scale, axes)
+    if isinstance(number_format, FloatFormat) and number_format.dtype is not None and noise is None:
+        # torch's own cast rounds as `round_finite` does
+        largest = number_format.max
+        codes = scaled.clamp(-largest, largest).to(number_format.dtype).view(torch.int8)
     else:
-        scales = (amax / how.format.max).to(SCALE_DTYPES[how.scale])
+        codes = encode(round_finite(scaled, number_format, noise), number_format)
+    return _pack_bits(codes, number_format.bits), scales
+
+
+@fused
+def _unpack_groups(
+    matrices: Sequence[Tensor], number_format: NumberFormat, dtype: torch.dtype
+) -> Tensor:
+    codes, scales = matrices
+    values = decode(_unpack_bits(codes, number_format.bits), number_format)
+    return (values * scales.float()).to(dtype)
+
+
+@fused
+def _round_groups(
+    matrices: Sequence[Tensor | None],
+    number_format: NumberFormat,
+    scale: ScaleType,
+    axes: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:
+    groups, noise = matrices
+    assert groups is not None
+    scaled, scales = _scaled(groups, number_format, scale, axes)
+    return round_finite(scaled, number_format, noise) * scales.float(), scales
+
+
+def _scaled(
+    groups: Tensor, number_format: NumberFormat, scale: ScaleType, axes: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """FP32 values divided by their scales, and the scales."""
+    groups = groups.float()
+    amax = groups.abs().amax(dim=axes, keepdim=True)
+    if scale == "e8m0":
+        scales = _power_of_two_scales(amax, number_format)
+    else:
+        scales = (amax / number_format.max).to(SCALE_DTYPES[scale])
     divisors = scales.float()
-    # a block of zeros stays one; the scale itself says 0
-    divisors = torch.where(divisors == 0, 1.0, divisors)
-    return blocks / divisors[:, None, :, None], scales
+    # zeros stay zeros; the scale itself says 0
+    return groups / torch.where(divisors == 0, 1.0, divisors), scales
 
 
 def _power_of_two_scales(amax: Tensor, number_format: NumberFormat) -> Tensor:
-    _, exponent = torch.frexp(amax)  # amax = fraction * 2^exponent, fraction in [0.5, 1)
-    largest = math.frexp(number_format.max)[1]
-    scales = torch.ldexp(torch.ones_like(amax), (exponent - largest).clamp(-126, 127))
-    scales = torch.where(amax.isfinite(), scales, torch.nan)
-    return scales.to(torch.float8_e8m0fnu)
-
-
-def _in_blocks(x: Tensor, how: Quantization) -> Tensor:
-    """[row blocks, rows, column blocks, columns], padded with zeros at the edges."""
-    height, width = x.shape
-    rows, columns = how.rows or height, how.columns or width
-    below, right = -height % rows, -width % columns
-    if below or right:
-        x = F.pad(x, (0, right, 0, below))
-    return x.reshape((height + below) // rows, rows, (width + right) // columns, columns)
-
-
-def _as_matrix(blocks: Tensor, height: int, width: int) -> Tensor:
-    row_blocks, rows, column_blocks, columns = blocks.shape
-    whole = blocks.reshape(row_blocks * rows, column_blocks * columns)
-    return whole if whole.shape == (height, width) else whole[:height, :width].contiguous()
+    # an FP32 exponent field is floor(log2) + 127; that of a subnormal number is 0
+    exponent = (amax.view(torch.int32) >> 23) - 127
+    largest = math.frexp(number_format.max)[1] - 1
+    exponent = (exponent - largest).clamp(-126, 127)
+    scales = ((exponent + 127) << 23).view(torch.float32)
+    return torch.where(amax.isfinite(), scales, torch.nan).to(torch.float8_e8m0fnu)
 
 
 def _pack_bits(codes: Tensor, bits: int) -> Tensor:
@@ -163,19 +220,52 @@ def _pack_bits(codes: Tensor, bits: int) -> Tensor:
         return codes
     if bits == 4:
         low, high = codes.chunk(2, dim=1)
-        return (low & 15) | (high << 4)
+        return _narrowed((low & 15) | (high << 4))
     *thirds, last = codes.chunk(4, dim=1)
     parts = [(part & 63) | (((last >> (2 * index)) & 3) << 6) for index, part in enumerate(thirds)]
-    return torch.cat(parts, dim=1)
+    return torch.cat([_narrowed(part) for part in parts], dim=1)
+
+
+def _narrowed(codes: Tensor) -> Tensor:
+    """The lowest byte of int32. Through FP32, because compiled kernels have vector conversions for that."""
+    return (((codes + 128) & 255) - 128).float().to(torch.int8)
 
 
 def _unpack_bits(packed: Tensor, bits: int) -> Tensor:
+    """Codes as int8, or int32 where they were packed; sign-extended where the format has 4 bits."""
     if bits == 8:
         return packed
+    wide = packed.float().to(torch.int32)  # see `_narrowed`
     if bits == 4:
-        # int8 shifts are arithmetic, so they restore the sign
-        return torch.cat([(packed << 4) >> 4, packed >> 4], dim=1)
-    thirds = packed.chunk(3, dim=1)
-    low, middle, high = ((part >> 6) & 3 for part in thirds)
-    last = low | (middle << 2) | (high << 4)
-    return torch.cat([*(part & 63 for part in thirds), last], dim=1)
+        return torch.cat([(wide << 28) >> 28, wide >> 4], dim=1)
+    first, second, third = wide.chunk(3, dim=1)
+    last = ((first >> 6) & 3) | (((second >> 6) & 3) << 2) | (((third >> 6) & 3) << 4)
+    return torch.cat([first & 63, second & 63, third & 63, last], dim=1)
+
+
+def _row_groups(x: Tensor, how: Quantization) -> Tensor:
+    """[groups, values] of the rows; whole rows where a scale spans rows."""
+    width = x.shape[1]
+    size = (how.columns or width) if how.rows == 1 else width
+    if width % size:
+        x = F.pad(x, (0, -width % size))
+    return x.reshape(-1, size)
+
+
+def _by_row(scales: Tensor, how: Quantization, rows: int) -> Tensor:
+    return scales.view(rows, -1) if how.rows == 1 else scales
+
+
+def _square_groups(x: Tensor, how: Quantization) -> Tensor:
+    """[blocks, values] of blocks that span rows and columns, padded with zeros at the edges."""
+    height, width, rows, columns = *x.shape, how.rows or 1, how.columns or x.shape[1]
+    x = F.pad(x, (0, -width % columns, 0, -height % rows))
+    squares = x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    return squares.transpose(1, 2).reshape(-1, rows * columns)
+
+
+def _from_squares(groups: Tensor, shape: torch.Size, how: Quantization) -> Tensor:
+    height, width, rows, columns = *shape, how.rows or 1, how.columns or shape[1]
+    down, across = -(-height // rows), -(-width // columns)
+    squares = groups.view(down, across, rows, columns).transpose(1, 2)
+    return squares.reshape(down * rows, across * columns)[:height]

@@ -38,6 +38,7 @@ from gnmr_megatron.models.llama import DTYPES, build_chunks, transformer_config
 from gnmr_megatron.models.precision_plan import plan_units
 from gnmr_megatron.models.switchboard import Switchboard, linear_switches, recoverable_units
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from gnmr_megatron.precision.fusion import use_fused_kernels
 from gnmr_megatron.precision.registry import precision_path
 from gnmr_megatron.training.checkpoint import Checkpointer, latest_checkpoint
 from gnmr_megatron.training.config import RunConfig, validate
@@ -94,6 +95,8 @@ def set_up(config: RunConfig) -> Trainer:
     units = recoverable_units(plans)
     linears = local_linears(chunks, {plan.unit.id for plan in plans})
     controller = _controller(config.gnmr, units)
+    fuse = config.precision.fuse
+    use_fused_kernels(enabled=device.type != "cpu" if fuse is None else fuse, device=device)
     paths = {name: precision_path(name, config.precision) for plan in plans for name in plan.paths}
     switchboard = Switchboard(plans, linear_switches(plans, linears, paths), seed=config.seed)
     checkpointer = Checkpointer(

@@ -179,7 +179,7 @@ def test_plans_that_leave_nothing_to_control_are_refused():
         (
             {"low": "saved_int4", "group_size": 64},
             "precision.group_size: 64 does not divide 96, the width of the input on a rank, as saved_int4 needs; "
-            "possible: 6, 8, 12, 16, 24, 32, 48, 96, or another precision.granularity "
+            "possible for all inputs: 2, 4, 8, 16, 32; or take another precision.granularity "
             "(unit decoder.layers.0.mlp.linear_fc2)",
         ),
         (
