@@ -29,9 +29,9 @@ def check_engine() -> None:
         )
 
 
-def device_fields(device: torch.device) -> dict[str, Any]:
-    """Fields of `TransformerConfig` that depend on the device."""
-    is_cpu = device.type == "cpu"
+def device_fields(device_type: str) -> dict[str, Any]:
+    """Fields of `TransformerConfig` that depend on the device, `cpu` or `cuda`."""
+    is_cpu = device_type == "cpu"
     return {
         "use_cpu_initialization": True,  # weights are drawn by name on the CPU in any case
         # gloo reads a sent tensor after isend returned; freeing it then corrupts what the other side gets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gnmr_megatron.errors import LayoutError
@@ -39,6 +39,9 @@ class ParallelLayout:
 
     overlap_param_gather: bool = False
     """Gather updated weights while the next forward pass runs; needs the distributed optimizer."""
+
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Further fields of megatron-core's TransformerConfig, for features that have no setting here."""
 
     def __post_init__(self) -> None:
         for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +18,8 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
+from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.models import te_adapter
 from gnmr_megatron.models.config import LlamaConfig
 from gnmr_megatron.models.initialization import initialize_weights
 from gnmr_megatron.models.layer_modules import RMSNorm
@@ -24,35 +28,64 @@ from gnmr_megatron.models.layer_spec import llama_layer_spec
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def transformer_config(config: LlamaConfig, engine_fields: Mapping[str, Any]) -> TransformerConfig:
+def transformer_config(
+    config: LlamaConfig,
+    engine_fields: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
+) -> TransformerConfig:
     """The engine's configuration.
 
     Args:
         config: architecture.
         engine_fields: further `TransformerConfig` fields: those of the parallel layout and of the device.
+        options: fields that the user adds.
+
+    Raises:
+        ConfigError: an option is unknown, belongs to another setting, or is refused by the engine.
     """
+    fields, options = {**_architecture_fields(config), **engine_fields}, dict(options or {})
+    known = [field.name for field in dataclasses.fields(TransformerConfig)]
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            hint = f"; did you mean `{close[0]}`?" if close else ""
+            raise ConfigError(f"parallel.engine_options: megatron-core has no `{name}`{hint}")
+        if name in fields:
+            raise ConfigError(
+                f"parallel.engine_options: `{name}` follows from other settings ({fields[name]!r}); leave it out"
+            )
+    try:
+        return TransformerConfig(**fields, **options)
+    except (AssertionError, TypeError, ValueError) as error:
+        if not options:
+            raise
+        raise ConfigError(
+            f"parallel.engine_options: megatron-core refuses {options}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def _architecture_fields(config: LlamaConfig) -> dict[str, Any]:
     dtype = DTYPES[config.dtype]
-    return TransformerConfig(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=config.ffn_hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.query_groups,
-        layernorm_epsilon=config.norm_epsilon,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        init_method_std=config.init_std,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=config.dtype == "bf16",
-        calculate_per_token_loss=True,
-        gradient_accumulation_fusion=False,  # needs apex or Transformer Engine
-        **engine_fields,
-    )
+    return {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.ffn_hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_query_groups": config.query_groups,
+        "layernorm_epsilon": config.norm_epsilon,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method_std": config.init_std,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": config.dtype == "bf16",
+        "calculate_per_token_loss": True,
+        "gradient_accumulation_fusion": False,  # needs apex or Transformer Engine
+    }
 
 
 def build_chunks(
@@ -63,6 +96,7 @@ def build_chunks(
     sequence_length: int,
     seed: int,
     device: torch.device,
+    uses_te: bool = False,
 ) -> list[GPTModel]:
     """The model chunks of this rank: one, or as many as it has virtual pipeline stages.
 
@@ -73,7 +107,9 @@ def build_chunks(
         sequence_length: longest sequence.
         seed: seed of the initial weights.
         device: where the weights live.
+        uses_te: build layers of Transformer Engine's modules instead of ours.
     """
+    spec = te_adapter.layer_spec() if uses_te else llama_layer_spec()
     virtual_stages = engine.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(virtual_stages) if virtual_stages else [None]:
@@ -81,7 +117,7 @@ def build_chunks(
         num_layers = get_num_layers_to_build(engine, vp_stage=stage)
         model = GPTModel(
             engine,
-            TransformerBlockSubmodules([llama_layer_spec()] * num_layers, RMSNorm),
+            TransformerBlockSubmodules([spec] * num_layers, RMSNorm),
             vocab_size=config.padded_vocab_size(vocab_size),
             max_sequence_length=sequence_length,
             pre_process=parallel_state.is_pipeline_first_stage(**where),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,11 @@ class UnitPlan:
             granularity=precision.granularity,
             group_size=precision.group_size,
         )
+
+
+def uses_te(plans: Sequence[UnitPlan]) -> bool:
+    """Whether the model is made of Transformer Engine's modules; then all paths are its own."""
+    return PATHS[plans[0].low].family == "te"
 
 
 def model_units(model: LlamaConfig) -> list[Unit]:

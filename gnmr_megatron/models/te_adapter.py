@@ -42,11 +42,6 @@ CAPABILITIES: dict[PathName, tuple[tuple[int, int], tuple[int, int]]] = {
 }
 
 
-def uses_te(plans: Sequence[UnitPlan]) -> bool:
-    """Whether the model is made of Transformer Engine's modules."""
-    return any(PATHS[path].family == "te" for plan in plans for path in plan.paths)
-
-
 def check_environment(plans: Sequence[UnitPlan]) -> None:
     """Refuse what this machine cannot run, before process groups start.
 
@@ -54,38 +49,40 @@ def check_environment(plans: Sequence[UnitPlan]) -> None:
         ConfigError: there is no GPU, or one without kernels for a path.
         EngineError: Transformer Engine is missing or of another version.
     """
-    paths = {path: plan.unit.id for plan in reversed(plans) for path in plan.paths}
-    name, unit = next(item for item in paths.items() if PATHS[item[0]].family == "te")
-    where = f"unit {unit}"
+    paths: dict[PathName, str] = {}  # and the first unit of each
+    for plan in plans:
+        for path in plan.paths:
+            paths.setdefault(path, plan.unit.id)
+    name, unit = next(iter(paths.items()))
     if not torch.cuda.is_available():
+        others = [path for path, info in PATHS.items() if info.family != "te"]
         raise ConfigError(
-            f"precision: {name} needs a GPU, and there is none ({where}); possible here: "
-            f"{', '.join(path for path, info in PATHS.items() if info.family != 'te')}"
+            f"precision: {name} needs a GPU, and there is none (unit {unit}); possible here: {', '.join(others)}"
         )
     try:
         installed = Version(version("transformer-engine"))
     except PackageNotFoundError as error:
         raise EngineError(
-            f"precision: {name} needs Transformer Engine ({where}): pip install 'gnmr-megatron[te]'"
+            f"precision: {name} needs Transformer Engine (unit {unit}): pip install 'gnmr-megatron[te]'"
         ) from error
     if not Version(TESTED[0]) <= installed < Version(TESTED[1]):
         raise EngineError(
-            f"Transformer Engine {installed} is installed, but megatron-core 0.16.1 pairs with {TESTED[0]} up to "
-            f"{TESTED[1]}: pip install 'gnmr-megatron[te]'"
+            f"Transformer Engine {installed} is installed, but megatron-core 0.16.1 pairs with {TESTED[0]} and newer, "
+            f"below {TESTED[1]}: pip install 'gnmr-megatron[te]'"
         )
     capability = torch.cuda.get_device_capability()
+    possible = [path for path in RECIPES if _has_kernels(path, capability)]
     for path, unit_id in paths.items():
-        least, below = CAPABILITIES.get(path, ((0, 0), (99, 0)))
-        if not least <= capability < below:
-            possible = [
-                p
-                for p in RECIPES
-                if p not in CAPABILITIES or CAPABILITIES[p][0] <= capability < CAPABILITIES[p][1]
-            ]
+        if path not in possible:
             raise ConfigError(
                 f"precision: {path} has no kernels for compute capability {capability[0]}.{capability[1]} "
                 f"(unit {unit_id}); possible here: {', '.join(possible)}"
             )
+
+
+def _has_kernels(path: PathName, capability: tuple[int, int]) -> bool:
+    least, below = CAPABILITIES.get(path, ((0, 0), (99, 0)))
+    return least <= capability < below
 
 
 def engine_fields(plans: Sequence[UnitPlan]) -> dict[str, Any]:
@@ -112,14 +109,10 @@ def refusals(engine: TransformerConfig) -> Iterator[str]:
             f"{key}: fp8_recipe delayed has a history for all modules and cannot be set for one; leave it out, "
             "precision.low chooses the recipe"
         )
-    if (
-        engine.enable_cuda_graph
-        or engine.external_cuda_graph
-        or engine.cuda_graph_impl not in (None, "none")
-    ):
+    if engine.cuda_graph_impl != "none":
         yield (
             f"{key}: CUDA graphs replay the kernels of the path they were captured on and ignore a switch; leave "
-            "enable_cuda_graph, external_cuda_graph and cuda_graph_impl out"
+            "cuda_graph_impl and enable_cuda_graph out"
         )
     if engine.tp_comm_overlap:
         yield (

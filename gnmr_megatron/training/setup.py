@@ -33,11 +33,18 @@ from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.distributed.ownership import owned_gradients
 from gnmr_megatron.distributed.process_groups import gather_from_all, start_process_groups
 from gnmr_megatron.errors import ConfigError, GnmrError
+from gnmr_megatron.models import te_adapter
 from gnmr_megatron.models.discovery import local_linears
 from gnmr_megatron.models.llama import DTYPES, build_chunks, transformer_config
-from gnmr_megatron.models.precision_plan import plan_units
-from gnmr_megatron.models.switchboard import Switchboard, linear_switches, recoverable_units
+from gnmr_megatron.models.precision_plan import UnitPlan, plan_units, uses_te
+from gnmr_megatron.models.switchboard import (
+    PathSwitch,
+    Switchboard,
+    linear_switches,
+    recoverable_units,
+)
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from gnmr_megatron.precision.config import PrecisionConfig
 from gnmr_megatron.precision.fusion import use_fused_kernels
 from gnmr_megatron.precision.registry import precision_path
 from gnmr_megatron.training.checkpoint import Checkpointer, latest_checkpoint
@@ -61,18 +68,12 @@ def set_up(config: RunConfig) -> Trainer:
     """
     data = describe_datasets(config.data)
     validate(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), vocab_size=data.vocab_size)
+    plans = plan_units(config.model, config.precision)
+    engine = _engine(config, plans)
     device = start_process_groups(
         config.parallel, seed=config.seed, timeout=timedelta(minutes=config.train.timeout_minutes)
     )
     folder = _agree_on_folder(config)
-    engine = transformer_config(
-        config.model,
-        {
-            **config.parallel.engine_fields(),
-            **config.train.engine_fields(),
-            **engine_compat.device_fields(device),
-        },
-    )
     chunks = _wrap(
         build_chunks(
             config.model,
@@ -81,6 +82,7 @@ def set_up(config: RunConfig) -> Trainer:
             sequence_length=config.data.sequence_length,
             seed=config.seed,
             device=device,
+            uses_te=uses_te(plans),
         ),
         engine,
         config.parallel,
@@ -91,14 +93,12 @@ def set_up(config: RunConfig) -> Trainer:
     scheduler = build_scheduler(optimizer, config.optimizer, steps=config.train.steps)
     connect_engine(engine, chunks, optimizer, config.parallel)
 
-    plans = plan_units(config.model, config.precision)
     units = recoverable_units(plans)
     linears = local_linears(chunks, {plan.unit.id for plan in plans})
     controller = _controller(config.gnmr, units)
-    fuse = config.precision.fuse
-    use_fused_kernels(enabled=device.type != "cpu" if fuse is None else fuse, device=device)
-    paths = {name: precision_path(name, config.precision) for plan in plans for name in plan.paths}
-    switchboard = Switchboard(plans, linear_switches(plans, linears, paths), seed=config.seed)
+    switchboard = Switchboard(
+        plans, _switches(config.precision, plans, linears, device), seed=config.seed
+    )
     checkpointer = Checkpointer(
         folder.checkpoints,
         chunks=chunks,
@@ -167,6 +167,41 @@ def connect_engine(
         engine.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
     if layout.overlap_param_gather:
         engine.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+
+
+def _engine(config: RunConfig, plans: Sequence[UnitPlan]) -> TransformerConfig:
+    """The engine's configuration, and everything about it that can be refused before processes meet."""
+    is_te = uses_te(plans)
+    if is_te:
+        te_adapter.check_environment(plans)
+    engine = transformer_config(
+        config.model,
+        {
+            **config.parallel.engine_fields(),
+            **config.train.engine_fields(),
+            **engine_compat.device_fields("cuda" if torch.cuda.is_available() else "cpu"),
+            **(te_adapter.engine_fields(plans) if is_te else {}),
+        },
+        config.parallel.engine_options,
+    )
+    refused = list(te_adapter.refusals(engine)) if is_te else []
+    if refused:
+        raise ConfigError("\n".join(refused))
+    return engine
+
+
+def _switches(
+    precision: PrecisionConfig,
+    plans: Sequence[UnitPlan],
+    linears: Mapping[str, torch.nn.Module],
+    device: torch.device,
+) -> Mapping[str, PathSwitch]:
+    if uses_te(plans):
+        return te_adapter.te_switches(plans, linears)
+    fuse = device.type != "cpu" if precision.fuse is None else precision.fuse
+    use_fused_kernels(enabled=fuse, device=device)
+    paths = {name: precision_path(name, precision) for plan in plans for name in plan.paths}
+    return linear_switches(plans, linears, paths)
 
 
 def _one_or_all(functions: list[Any]) -> Any:

@@ -37,7 +37,7 @@ def world_of_one():
 def build(config=CONFIG, seed=1):
     device = torch.device("cpu")
     engine = transformer_config(
-        config, {**ParallelLayout().engine_fields(), **engine_compat.device_fields(device)}
+        config, {**ParallelLayout().engine_fields(), **engine_compat.device_fields("cpu")}
     )
     (model,) = build_chunks(
         config, engine, vocab_size=VOCAB, sequence_length=LENGTH, seed=seed, device=device
