@@ -1,17 +1,18 @@
-# One environment for everything. Verbs: quickstart, setup, check, test, e2e, bench, clean.
+# One environment for everything but te-conformance. Verbs: make help.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DATA := data/stdlib
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart setup check test e2e bench clean
+.PHONY: help quickstart setup check test e2e te-conformance bench clean
 
 help:
 	@echo "make quickstart   train a small LLaMA on 2 x 2 processes under GNMR control (a few minutes)"
 	@echo "make test         set up and run every test"
 	@echo "make check        lint, types and import contracts"
 	@echo "make e2e          the slow part of the tests alone"
+	@echo "make te-conformance  build Transformer Engine without a GPU (20 minutes, 8 GB) and test against it"
 	@echo "make bench        what control costs a step"
 	@echo "make setup        only create .venv and install"
 	@echo "make clean        remove .venv and tool caches (never data or runs)"
@@ -49,9 +50,16 @@ test: setup
 e2e: setup
 	$(BIN)/python -m pytest tests/distributed tests/end_to_end
 
+te-conformance:
+	PYTHON=$(PYTHON) tools/te_environment.sh .venv-te
+	.venv-te/bin/python -m pytest tests/conformance -v -W ignore
+
 bench: setup
 	$(BIN)/python tools/benchmark_decide.py
 	$(BIN)/python tools/benchmark_control.py
+	$(BIN)/python tools/benchmark_precision.py kernels
+	$(BIN)/python tools/benchmark_precision.py memory
+	$(BIN)/python tools/benchmark_precision.py step
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	rm -rf $(VENV) .venv-te .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

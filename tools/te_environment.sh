@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Build Transformer Engine without a GPU, in a virtual environment of its own: tools/te_environment.sh [FOLDER]
-# Enough for `make te-conformance`: modules can be built on the meta device; kernels cannot run. Takes about 15
+# Enough for `make te-conformance`: modules can be built on the meta device; kernels cannot run. Takes about 20
 # minutes and 8 GB. Reads: PYTHON (default python3), TE_VERSION, TORCH_VERSION, MAX_JOBS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
