@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from gnmr_megatron.control.controller import Decision
 from gnmr_megatron.control.statistics import FloatArray
+from gnmr_megatron.distributed.engine_compat import tensor_norms
 from gnmr_megatron.distributed.ownership import OwnedGradient
 from gnmr_megatron.errors import ConsensusError
 from gnmr_megatron.models.input_exchange import all_gather_single
@@ -64,7 +65,7 @@ class RiskConsensus:
         """One kernel, one all-reduce of 8 * (units + 1) bytes, one copy to the host."""
         self._vector.zero_()
         if self._gradients:
-            norms = torch.stack(torch._foreach_norm(self._gradients))
+            norms = tensor_norms(self._gradients)
             self._vector.index_add_(0, self._slots, norms.double().square())
         dist.all_reduce(self._vector)
         squares = self._vector.cpu().numpy()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 import torch
+from megatron.core import optimizer as optimizer_module
 from megatron.core import tensor_parallel
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import clip_grads
 from megatron.core.transformer.module import param_is_not_shared
 
 from gnmr_megatron.errors import EngineError
@@ -40,6 +42,7 @@ def device_fields(device_type: str) -> dict[str, Any]:
         "bias_activation_fusion": not is_cpu,
         "bias_dropout_fusion": not is_cpu,
         "persist_layer_norm": False,
+        "gradient_accumulation_fusion": not is_cpu and _has_fused_accumulation(),
     }
 
 
@@ -71,6 +74,46 @@ def owned_range(optimizer: Any, parameter: torch.nn.Parameter) -> slice | None:
     return None
 
 
+def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of each FP32 tensor, [tensors], in one kernel: that of Transformer Engine or apex, or torch's."""
+    if tensors[0].is_cuda and _fused_package(clip_grads.l2_norm_impl):
+        overflow = torch.zeros(1, dtype=torch.int32, device=tensors[0].device)
+        is_per_tensor = True
+        _, norms = clip_grads.multi_tensor_applier(
+            clip_grads.l2_norm_impl, overflow, [list(tensors)], is_per_tensor
+        )
+        return norms
+    return torch.stack(torch._foreach_norm(tensors))
+
+
+def kernels_in_use(device: torch.device) -> dict[str, str]:
+    """Where kernels come from that several packages bring: `transformer_engine`, `apex` or `torch`."""
+    on_gpu = device.type == "cuda"
+    return {
+        "adam": _fused_package(optimizer_module.Adam) or "torch",
+        "norms": (on_gpu and _fused_package(clip_grads.l2_norm_impl)) or "torch",
+        "gradient_accumulation": "apex" if on_gpu and _has_fused_accumulation() else "torch",
+    }
+
+
+def _has_fused_accumulation() -> bool:
+    """Whether apex's extension is there that adds weight gradients to FP32 buffers within their GEMM.
+
+    For megatron-core's own linears and those of Transformer Engine; ours hand their gradients to autograd.
+    """
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+
+
+def _fused_package(kernel: Any) -> str | None:
+    package = str(getattr(kernel, "__module__", "")).partition(".")[0]
+    return {
+        "transformer_engine": "transformer_engine",
+        "transformer_engine_torch": "transformer_engine",
+        "apex": "apex",
+        "amp_C": "apex",
+    }.get(package)
+
+
 def clip_gradients(optimizer: Any, *, max_norm: float, total_norm: float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`, given the norm of the whole model."""
     for single in single_optimizers(optimizer):
@@ -78,4 +121,4 @@ def clip_gradients(optimizer: Any, *, max_norm: float, total_norm: float) -> Non
             continue
         parameters = single.get_parameters()
         if parameters:
-            clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm)
+            clip_grads.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm)

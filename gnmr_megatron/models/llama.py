@@ -84,7 +84,6 @@ def _architecture_fields(config: LlamaConfig) -> dict[str, Any]:
         "pipeline_dtype": dtype,
         "bf16": config.dtype == "bf16",
         "calculate_per_token_loss": True,
-        "gradient_accumulation_fusion": False,  # needs apex or Transformer Engine
     }
 
 

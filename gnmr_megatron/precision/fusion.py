@@ -24,6 +24,11 @@ def use_fused_kernels(*, enabled: bool, device: torch.device) -> bool:
     return _settings["is_enabled"]
 
 
+def fused_kernels_are_used() -> bool:
+    """Whether fusion is on in this process."""
+    return _settings["is_enabled"]
+
+
 def fused(function: F) -> F:
     """Run a function of matrices with one kernel for any number of rows, or as it is: the same bits either way.
 

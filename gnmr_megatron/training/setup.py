@@ -45,7 +45,7 @@ from gnmr_megatron.models.switchboard import (
 )
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
 from gnmr_megatron.precision.config import PrecisionConfig
-from gnmr_megatron.precision.fusion import use_fused_kernels
+from gnmr_megatron.precision.fusion import fused_kernels_are_used, use_fused_kernels
 from gnmr_megatron.precision.registry import precision_path
 from gnmr_megatron.training.checkpoint import Checkpointer, latest_checkpoint
 from gnmr_megatron.training.config import RunConfig, validate
@@ -149,6 +149,7 @@ def set_up(config: RunConfig) -> Trainer:
             state,
             vocab_size=data.vocab_size,
             history_restarted=history_restarted,
+            device=device,
         ),
         units=units,
     )
@@ -327,6 +328,7 @@ def _recorder(
     *,
     vocab_size: int,
     history_restarted: bool,
+    device: torch.device,
 ) -> RecordsRun:
     if dist.get_rank() != 0:
         return NullRecorder()
@@ -337,7 +339,7 @@ def _recorder(
         state,
         vocab_size=vocab_size,
         world_size=dist.get_world_size(),
-        environment=_environment(),
+        environment=_environment(device),
     )
     if history_restarted:
         recorder.fault(
@@ -348,7 +350,7 @@ def _recorder(
     return recorder
 
 
-def _environment() -> dict[str, str]:
+def _environment(device: torch.device) -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -359,4 +361,6 @@ def _environment() -> dict[str, str]:
         if torch.cuda.is_available()
         else platform.processor() or "cpu",
         "host": platform.node(),
+        **{f"kernels.{what}": name for what, name in engine_compat.kernels_in_use(device).items()},
+        "kernels.quantization": "fused" if fused_kernels_are_used() else "eager",
     }

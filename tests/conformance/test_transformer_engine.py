@@ -281,7 +281,7 @@ def test_what_the_machine_cannot_run_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     check("te_nvfp4", "te_mxfp8")
     with pytest.raises(
-        ConfigError, match="te_fp8_blockwise has no kernels for compute capability 10.0"
+        ConfigError, match=r"te_fp8_blockwise has no kernels for compute capability 10\.0"
     ):
         check("te_fp8_blockwise")
     monkeypatch.setattr(te_adapter, "version", lambda _: "2.12.0")
