@@ -1,6 +1,7 @@
 """What precision paths cost: kernels against a copy, memory against BF16, training steps against each other.
 
     python tools/benchmark_precision.py kernels  pack, unpack and round, eager and fused, over a copy of the same bytes
+    python tools/benchmark_precision.py gemm     a linear's forward and backward at LLaMA-7B's shapes, over BF16
     python tools/benchmark_precision.py memory   what linears and a whole training step keep for the backward
     python tools/benchmark_precision.py step     a LLaMA's step on the low path, with recovered units, and in BF16
 
@@ -11,6 +12,7 @@ within a round, with a 95 % interval (bootstrap). Runs on the GPU where there is
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -95,6 +97,35 @@ def kernels(options):
             figures[f"{name} {kind}"] = ratios
             cells = ("{:7.1f} [{:.1f}, {:.1f}]".format(*ratios[what]) for what in copies)
             print(f"{name:10} {kind:6} " + " ".join(f"{cell:>24}" for cell in cells), flush=True)
+    return figures
+
+
+# [in, out] of LLaMA-7B's projections
+SHAPES = {"qkv": (4096, 12288), "proj": (4096, 4096), "fc1": (4096, 22016), "fc2": (11008, 4096)}
+
+
+def gemm(options):
+    """Forward and backward of one linear, times over that in BF16; their own quantisation included."""
+    use_fused_kernels(enabled=not options.eager, device=DEVICE)
+    names = ("bf16", "saved_int8", "saved_int4", "torch_fp8_tensorwise", "torch_fp8_rowwise")
+    paths = {name: precision_path(name, PrecisionConfig()) for name in names}
+    figures = {}
+    for shape, (width, out) in SHAPES.items():
+        x = torch.randn(options.tokens // 4, 1, width, device=DEVICE).bfloat16().requires_grad_()
+        weight = (torch.randn(out, width, device=DEVICE) / width**0.5).bfloat16().requires_grad_()
+        grad_output = torch.randn(options.tokens // 4, 1, out, device=DEVICE).bfloat16()
+
+        def run(path, x=x, weight=weight, grad_output=grad_output):
+            torch.autograd.grad(linear(x, weight, path), [x, weight], grad_output)
+
+        functions = {name: (lambda path=path, run=run: run(path)) for name, path in paths.items()}
+        seconds = interleaved(functions, options.rounds)
+        figures[shape] = {n: interval(seconds[n] / seconds["bf16"]) for n in names[1:]}
+        cells = ("{} {:.2f} [{:.2f}, {:.2f}]".format(n, *r) for n, r in figures[shape].items())
+        print(
+            f"{shape:5} {options.tokens // 4} x {width} x {out}, over BF16: " + ", ".join(cells),
+            flush=True,
+        )
     return figures
 
 
@@ -197,7 +228,14 @@ def step_memory(trainer, batches, linears):
 
         trainer.step.model._forward_step = stop_before_backward
         trainer.step.model.zero_grad_buffers()
+        if DEVICE.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
         trainer.step.model.forward_backward(batches)
+        if DEVICE.type == "cuda":
+            print(
+                f"allocator's peak over the step: {(torch.cuda.max_memory_allocated() - before) / 1e6:.2f} MB"
+            )
     trainer.step.model._forward_step = forward_step
     for handle in handles:
         handle.remove()
@@ -249,8 +287,17 @@ def step(options):
         f"{options.config}, {len(linears)} units, {options.low}/{options.recovery}, {options.rounds} rounds, "
         f"BF16 step {np.median(seconds['bf16']):.3f} s"
     )
+    board = trainer.step.switchboard
+    sets = itertools.cycle((np.arange(most), np.array([], dtype=np.int64)))
+
+    def switch():
+        board.request(next(sets))
+        board.start_step(1)
+
+    switching = interleaved({"switch": switch}, 50)["switch"]
+    figures["switch_over_step"] = interval(switching / np.median(seconds["bf16"]))
     for name, (median, least, most_) in figures.items():
-        print(f"{name.replace('_', ' '):20} {median:.3f} [{least:.3f}, {most_:.3f}]")
+        print(f"{name.replace('_', ' '):20} {median:.4f} [{least:.4f}, {most_:.4f}]")
     return figures
 
 
@@ -301,7 +348,7 @@ def main(arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("kernels", "memory", "step"))
+    parser.add_argument("what", choices=("kernels", "gemm", "memory", "step"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=16384, help="rows of the kernels' matrix")
     parser.add_argument("--threads", type=int, help="CPU threads; all by default")
@@ -316,7 +363,9 @@ def main(arguments):
     warnings.filterwarnings("ignore")  # the engine's
     if options.threads:
         torch.set_num_threads(options.threads)
-    figures = {"kernels": kernels, "memory": memory, "step": step}[options.what](options)
+    figures = {"kernels": kernels, "gemm": gemm, "memory": memory, "step": step}[options.what](
+        options
+    )
     if options.json:
         print(json.dumps(figures))
     return 0

@@ -83,7 +83,7 @@ def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             clip_grads.l2_norm_impl, overflow, [list(tensors)], is_per_tensor
         )
         return norms
-    return torch.stack(torch._foreach_norm(tensors))
+    return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def kernels_in_use(device: torch.device) -> dict[str, str]:

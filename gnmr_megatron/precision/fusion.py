@@ -12,6 +12,7 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_MOST_KERNELS = 64
 _settings = {"is_enabled": False}
 
 
@@ -21,6 +22,8 @@ def use_fused_kernels(*, enabled: bool, device: torch.device) -> bool:
     It stays off where there is no compiler: C++ for CPUs, Triton for GPUs.
     """
     _settings["is_enabled"] = enabled and _has_compiler(device)
+    # a kernel for each format, block and layout that is used
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KERNELS)
     return _settings["is_enabled"]
 
 
@@ -43,10 +46,12 @@ def fused(function: F) -> F:
         # one row would be compiled in as a constant
         if not _settings["is_enabled"] or min(rows) < 2:
             return function(matrices, *constants)
-        for matrix in matrices:
+        # none of them may differ in what a kernel does not depend on
+        plain = [None if matrix is None else matrix.detach() for matrix in matrices]
+        for matrix in plain:
             if matrix is not None:
                 torch._dynamo.mark_dynamic(matrix, 0)
-        return compiled(matrices, *constants)
+        return compiled(plain, *constants)
 
     return cast(F, run)
 
