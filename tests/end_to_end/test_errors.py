@@ -50,7 +50,24 @@ def check(result, *parts):
         ({"optimizer.warmup_steps": 12}, ["optimizer.warmup_steps: 12 must be below train.steps (12)"]),
         ({"gnmr.delta": 0, "optimizer.lr": -1}, ["gnmr.delta: 0 must be an integer of at least 1", "optimizer.lr: -1"]),
         ({"model.num_layers": "many"}, ["model.num_layers", "Expected a", "many"]),
-        ({"precision.low": "saved_int5"}, ["precision.low", "saved_int4", "saved_int5"]),
+        ({"precision.low": "saved_int5"}, ["precision.low: no `saved_int5`; did you mean `saved_int", "deepseek_fp6"]),
+        (
+            {"precision.low": "te_fp8_tensorwise", "precision.recovery": "te_bf16"},
+            ["te_fp8_tensorwise needs a GPU, and there is none (unit decoder.layers.0.self_attention.linear_qkv)",
+             "possible here: fp32, bf16, saved_int8"],
+        ),
+        (
+            {"precision.overrides": '[{"units": "*.mlp.linear_fc3", "fixed": "bf16"}]'},
+            ["precision.overrides[0]: '*.mlp.linear_fc3' matches no unit; nearest: decoder.layers."],
+        ),
+        (
+            {"precision.low": "torch_fp8_rowwise", "parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 96},
+            ["torch_fp8_rowwise multiplies sizes that are multiples of 16, but the input on a rank is 24"],
+        ),
+        (
+            {"parallel.engine_options": '{"tp_com_overlap": true}'},
+            ["parallel.engine_options: megatron-core has no `tp_com_overlap`; did you mean `tp_comm_overlap`?"],
+        ),
         ({"data.datasets": "[nowhere/at/all]"}, ["nowhere/at/all: is no prepared dataset", "prepare-data INPUT"]),
     ],
 )  # fmt: skip
@@ -114,7 +131,7 @@ def test_an_unknown_verb_lists_those_there_are():
     assert "prepare-data" in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["train", "prepare-data", "summary"])
+@pytest.mark.parametrize("verb", ["train", "prepare-data", "units", "summary"])
 def test_every_verb_has_a_help_that_teaches(verb):
     result = run_cli(verb, "--help")
     assert result.returncode == 0
@@ -134,3 +151,18 @@ def test_losses_that_stay_not_finite_stop_the_run_and_name_the_units(train, tmp_
     assert len(skipped) == 3
     assert isinstance(events[-1], FinishEvent)
     assert events[-1].reason == "diverged"
+
+
+def test_values_that_are_not_finite_and_reach_a_quantiser_are_an_event(train, tmp_path):
+    train(
+        **{
+            "optimizer.lr": 1e30,
+            "optimizer.clip_grad": 0,
+            "train.max_skipped_steps": 1,
+            "precision.low": "deepseek_fp6",
+        }
+    )
+    events = list(read_events(tmp_path / "runs/run/events.jsonl"))
+    (fault,) = (e for e in events if isinstance(e, FaultEvent) and e.kind == "non_finite_quantized")
+    assert fault.message.startswith("NaN or infinity in ")
+    assert "decoder.layers.3.mlp.linear_fc2" in fault.units
