@@ -99,33 +99,38 @@ def round_finite(x: Tensor, number_format: NumberFormat, noise: Tensor | None = 
     """As `round_to`, for values that are finite or NaN."""
     largest = number_format.max
     if not isinstance(number_format, FloatFormat):
-        rounded = _round(x, noise).clamp(-largest, largest)
-    elif number_format.dtype is not None and noise is None:
+        return _round(x, noise).clamp(-largest, largest)
+    if number_format.dtype is not None and noise is None:
         return x.clamp(-largest, largest).to(number_format.dtype).float()
-    else:
-        quantum = _quantum(x, number_format)
-        rounded = (_round(x / quantum, noise) * quantum).clamp(-largest, largest)
-    return rounded if noise is None else rounded.copysign(x)
+    quantum = _quantum(x.abs(), number_format)
+    return (_round(x.abs() / quantum, noise) * quantum).clamp(max=largest).copysign(x)
 
 
-def encode(values: Tensor, number_format: NumberFormat) -> Tensor:
-    """Codes of values that are exact in the format.
+def encode(x: Tensor, number_format: NumberFormat, noise: Tensor | None = None) -> Tensor:
+    """Codes of the values that `round_finite` rounds to.
 
     Args:
-        values: FP32, finite, as `round_to` gives them.
-        number_format: their format.
+        x: FP32, any shape; codes of NaN mean nothing.
+        number_format: format of the codes.
+        noise: as for `round_to`.
 
     Returns:
         int8 or int32 of the same shape: two's complement, or sign and magnitude in the lowest `bits` bits.
     """
     if not isinstance(number_format, FloatFormat):
-        return values.to(torch.int8 if number_format.bits == 8 else torch.int32)
+        rounded = round_finite(x, number_format, noise)
+        return rounded.to(torch.int8 if number_format.bits == 8 else torch.int32)
     if number_format.dtype is not None:
-        return values.to(number_format.dtype).view(torch.int8)
-    start, quantum = _binade(values.abs(), number_format, of_values=True)
-    is_negative = torch.ones_like(values).copysign(values) < 0
-    sign = torch.where(is_negative, 2.0 ** (number_format.bits - 1), 0.0)
-    return (sign + start + values.abs() / quantum).to(torch.int32)
+        largest = number_format.max
+        rounded = x if noise is None else round_finite(x, number_format, noise)
+        # torch's own cast rounds as `round_finite` does
+        return rounded.clamp(-largest, largest).to(number_format.dtype).view(torch.int8)
+    sign_bit = 2.0 ** (number_format.bits - 1)
+    start, quantum = _binade(x.abs(), number_format, of_values=True)
+    # rounding up out of a binade gives the first code of the next
+    magnitude = (start + _round(x.abs() / quantum, noise)).clamp(max=sign_bit - 1)
+    is_negative = torch.ones_like(x).copysign(x) < 0
+    return (magnitude + torch.where(is_negative, sign_bit, 0.0)).to(torch.int32)
 
 
 def decode(codes: Tensor, number_format: NumberFormat) -> Tensor:
@@ -141,11 +146,11 @@ def decode(codes: Tensor, number_format: NumberFormat) -> Tensor:
     return torch.where((codes & sign_bit) != 0, -value, value)
 
 
-def _quantum(x: Tensor, number_format: FloatFormat) -> Tensor:
-    """Distance of the format's values around each value."""
+def _quantum(magnitude: Tensor, number_format: FloatFormat) -> Tensor:
+    """Distance of the format's values around each absolute value."""
     if number_format.dtype is None:
-        return _binade(x.abs(), number_format, of_values=True)[1]
-    power = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+        return _binade(magnitude, number_format, of_values=True)[1]
+    power = (magnitude.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return power.clamp(min=2.0**number_format.min_exponent) * 2.0**-number_format.mantissa_bits
 
 

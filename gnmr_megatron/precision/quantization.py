@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gnmr_megatron.precision.catalog import ScaleType
-from gnmr_megatron.precision.formats import FloatFormat, NumberFormat, decode, encode, round_finite
+from gnmr_megatron.precision.formats import NumberFormat, decode, encode, round_finite
 from gnmr_megatron.precision.fusion import fused
 
 Rounding = Literal["nearest", "stochastic"]
@@ -160,12 +160,7 @@ def _pack_groups(
     groups, noise = matrices
     assert groups is not None
     scaled, scales = _scaled(groups, number_format, scale, axes)
-    if isinstance(number_format, FloatFormat) and number_format.dtype is not None and noise is None:
-        # torch's own cast rounds as `round_finite` does
-        largest = number_format.max
-        codes = scaled.clamp(-largest, largest).to(number_format.dtype).view(torch.int8)
-    else:
-        codes = encode(round_finite(scaled, number_format, noise), number_format)
+    codes = encode(scaled, number_format, noise)
     return _pack_bits(codes, number_format.bits), scales
 
 

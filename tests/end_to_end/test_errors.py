@@ -61,7 +61,8 @@ def check(result, *parts):
             ["precision.overrides[0]: '*.mlp.linear_fc3' matches no unit; nearest: decoder.layers."],
         ),
         (
-            {"precision.low": "torch_fp8_rowwise", "parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 96},
+            {"precision.low": "torch_fp8_rowwise", "parallel.tensor_model_parallel_size": 4,
+             "model.ffn_hidden_size": 96},
             ["torch_fp8_rowwise multiplies sizes that are multiples of 16, but the input on a rank is 24"],
         ),
         (
