@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -25,8 +26,8 @@ class PathSwitch(Protocol):
     def select(self, path: PathName) -> None:
         """Run on that path from the next forward on."""
 
-    def start_step(self, seed: int) -> None:
-        """Begin an optimizer step; what is random in it follows from the seed."""
+    def start_step(self, seed: Callable[[], int]) -> None:
+        """Begin an optimizer step; what is random in it follows from `seed()`."""
 
     def take_non_finite(self) -> int:
         """Blocks of quantised values with NaN or infinity since the last call."""
@@ -55,7 +56,7 @@ class LinearSwitch:
         """See `PathSwitch`."""
         self._linear.path = self._paths[path]
 
-    def start_step(self, seed: int) -> None:
+    def start_step(self, seed: Callable[[], int]) -> None:
         """See `PathSwitch`."""
         self._quantizer.start_step(seed)
 
@@ -106,7 +107,7 @@ class Switchboard:
         self._select()
         shard = _shard()
         for name, switch in self._switches.items():
-            switch.start_step(stable_seed(self._seed, name, step, *shard))
+            switch.start_step(functools.partial(stable_seed, self._seed, name, step, *shard))
 
     @contextmanager
     def all_recovered(self) -> Iterator[None]:

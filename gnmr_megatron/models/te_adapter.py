@@ -8,7 +8,7 @@ the override: then the engine's contexts, its recompute and its reset of cached 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -158,7 +158,7 @@ class TESwitch:
         # the weight that was quantised for the other path: stale after the next update, and memory besides
         self._module._fp8_workspaces.clear()
 
-    def start_step(self, seed: int) -> None:
+    def start_step(self, seed: Callable[[], int]) -> None:
         """Nothing: Transformer Engine rounds by its own rules."""
 
     def take_non_finite(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -22,24 +23,24 @@ class Quantizer:
     """
 
     def __init__(self) -> None:
-        self._seed = 0
+        self._seed: Callable[[], int] = int
         self._passes: dict[Pass, int] = {}
+        self._place = 0  # of the current pass among those of the step
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._pass_seed = 0
         self._non_finite: Tensor | None = None
 
-    def start_step(self, seed: int) -> None:
-        """Begin an optimizer step whose noise `seed` determines."""
+    def start_step(self, seed: Callable[[], int]) -> None:
+        """Begin an optimizer step whose noise follows from `seed()`, which is called only if noise is drawn."""
         self._seed = seed
         self._passes.clear()
+        self._generators.clear()
 
     def start_pass(self, kind: Pass) -> None:
         """Begin a pass over one microbatch."""
         number = self._passes.get(kind, 0)
         self._passes[kind] = number + 1
-        self._pass_seed = self._seed + _STRIDE * (2 * number + (kind == "backward"))
-        for generator in self._generators.values():
-            generator.manual_seed(self._pass_seed & _SEED_MASK)
+        self._place = 2 * number + (kind == "backward")
+        self._generators.clear()
 
     def pack(self, x: Tensor, how: Quantization) -> PackedTensor:
         """Codes and scales of a matrix; see `quantization.pack`."""
@@ -65,7 +66,7 @@ class Quantizer:
         generator = self._generators.get(x.device)
         if generator is None:
             generator = torch.Generator(x.device)
-            generator.manual_seed(self._pass_seed & _SEED_MASK)
+            generator.manual_seed((self._seed() + _STRIDE * self._place) & _SEED_MASK)
             self._generators[x.device] = generator
         return torch.rand(x.shape, generator=generator, device=x.device)
 

@@ -153,7 +153,7 @@ def test_stochastic_rounding_is_a_function_of_step_and_pass(name):
     data, quantizer = operands(), Quantizer()
 
     def step(seed, *, recompute=False):
-        quantizer.start_step(seed)
+        quantizer.start_step(lambda: seed)
         results = []
         for _ in range(2):  # microbatches
             if recompute:  # the forward runs once before, without keeping anything
