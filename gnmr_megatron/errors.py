@@ -12,6 +12,9 @@
 Each message says what was wrong, where (file, key, rank, unit) and what to do.
 """
 
+import difflib
+from collections.abc import Sequence
+
 
 class GnmrError(Exception):
     """Root of all errors raised on purpose; the command line prints its message without a traceback."""
@@ -43,3 +46,10 @@ class DivergenceError(GnmrError):
 
 class EngineError(GnmrError):
     """The installed torch or megatron-core cannot do what is asked."""
+
+
+def did_you_mean(value: str, possible: Sequence[str], *, list_all: bool = False) -> str:
+    """End of a message about an unknown name: the nearest one; all that there are if none is near, or if asked for."""
+    close = difflib.get_close_matches(value, possible, n=1, cutoff=0.5)
+    hint = f"; did you mean `{close[0]}`?" if close else ";"
+    return f"{hint} possible: {', '.join(possible)}" if list_all or not close else hint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron.core.transformer.transformer_block import (
 )
 from torch import Tensor
 
-from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.errors import ConfigError, did_you_mean
 from gnmr_megatron.models import te_adapter
 from gnmr_megatron.models.config import LlamaConfig
 from gnmr_megatron.models.initialization import initialize_weights
@@ -47,9 +46,9 @@ def transformer_config(
     known = [field.name for field in dataclasses.fields(TransformerConfig)]
     for name in options:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"; did you mean `{close[0]}`?" if close else ""
-            raise ConfigError(f"parallel.engine_options: megatron-core has no `{name}`{hint}")
+            raise ConfigError(
+                f"parallel.engine_options: megatron-core has no `{name}`{did_you_mean(name, known)}"
+            )
         if name in fields:
             raise ConfigError(
                 f"parallel.engine_options: `{name}` follows from other settings ({fields[name]!r}); leave it out"

@@ -148,7 +148,7 @@ def linear_switches(
     """Switches of our own linears by global name."""
     by_id = {plan.unit.id: plan for plan in plans}
     return {
-        name: LinearSwitch(linear, name, {path: paths[path] for path in by_id[name].paths})  # type: ignore[arg-type]
+        name: LinearSwitch(linear, name, {path: paths[path] for path in by_id[name].paths})  # type: ignore[arg-type]  # ours, since no path is te_*
         for name, linear in linears.items()
     }
 

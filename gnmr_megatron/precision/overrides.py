@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, cast
 
 import yaml
 
-from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.errors import ConfigError, did_you_mean
 from gnmr_megatron.precision.catalog import PATHS, PathName
 
 _ENGINE_TYPE = "transformer_engine_config_type"  # marks a payload that megatron-core itself reads
@@ -50,7 +49,7 @@ def parse_override(item: Mapping[str, Any], *, where: str) -> Override:
     known = ("units", "low", "recovery", "fixed")
     for key in item:
         if key not in known:
-            raise ConfigError(f"{where}: unknown key `{key}`{_suggestion(str(key), known)}")
+            raise ConfigError(f"{where}: unknown key `{key}`{did_you_mean(str(key), known)}")
     if "units" not in item:
         raise ConfigError(f"{where}: needs `units`, a glob such as 'decoder.layers.0.*'")
     paths = {key: _path(value, f"{where}.{key}") for key, value in item.items() if key != "units"}
@@ -98,7 +97,7 @@ def overrides_of_recipe(path: str) -> list[Override]:
             )
         key = matcher.get("config")
         if key not in configs:
-            raise ConfigError(f"{where}: no config `{key}`{_suggestion(str(key), list(configs))}")
+            raise ConfigError(f"{where}: no config `{key}`{did_you_mean(str(key), list(configs))}")
         overrides.append(_matcher_override(matcher, configs[key], f"{path}: config `{key}`", where))
     return overrides
 
@@ -139,11 +138,7 @@ def _engine_path(payload: Mapping[str, Any], where: str) -> PathName:
 
 def _path(value: Any, where: str) -> PathName:
     if value not in PATHS:
-        raise ConfigError(f"{where}: no path `{value}`{_suggestion(str(value), list(PATHS))}")
+        raise ConfigError(
+            f"{where}: no path `{value}`{did_you_mean(str(value), list(PATHS), list_all=True)}"
+        )
     return cast(PathName, value)
-
-
-def _suggestion(key: str, known: list[str] | tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"; did you mean `{close[0]}`?" if close else ""
-    return f"{hint}{';' if not hint else ''} possible: {', '.join(known)}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import re
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
-from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.errors import ConfigError, did_you_mean
 from gnmr_megatron.training.config import RunConfig
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -149,7 +148,7 @@ def _check_mapping(root: yaml.MappingNode, path: Path, config_class: type, *, pr
         key, line = key_node.value, key_node.start_mark.line + 1
         if key not in known:
             raise ConfigError(
-                f"{path}:{line}: unknown key `{prefix}{key}`{_suggestion(key, known)}"
+                f"{path}:{line}: unknown key `{prefix}{key}`{did_you_mean(key, known)}"
             )
         section = sections.get(key)
         if section is None:
@@ -164,18 +163,13 @@ def _check_mapping(root: yaml.MappingNode, path: Path, config_class: type, *, pr
             )
 
 
-def _suggestion(key: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
-
-
 def _explain(message: str) -> str:
     """Reword the parser's messages for keys and values given on the command line."""
     unknown = re.search(r"(?:Unrecognized|unrecognized) arguments?: (--?)?([\w.]+)", message)
     if unknown and not unknown[1]:
         return f"unexpected argument '{unknown[2]}'; settings are --SECTION.KEY VALUE"
     if unknown:
-        return f"unknown option --{unknown[2]}{_suggestion(unknown[2], _dotted_keys())}"
+        return f"unknown option --{unknown[2]}{did_you_mean(unknown[2], _dotted_keys())}"
     wrong = re.search(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
     if not wrong:
         return message
@@ -184,9 +178,7 @@ def _explain(message: str) -> str:
     choice = re.search(r"Expected a Literal\[(.*)\]\. Got value: (.*)", text)
     if choice:
         possible = choice[1].replace("'", "").split(", ")
-        close = difflib.get_close_matches(choice[2], possible, n=1, cutoff=0.5)
-        hint = f"did you mean `{close[0]}`? " if close else ""
-        return f"{key}: no `{choice[2]}`; {hint}possible: {', '.join(possible)}"
+        return f"{key}: no `{choice[2]}`{did_you_mean(choice[2], possible, list_all=True)}"
     union = re.search(r"Subtypes: \[(.*?)\] Errors.*Given value: (.*)", text)
     return f"{key}: {union[2]} is none of {union[1]}" if union else f"{key}: {text}"
 
