@@ -13,6 +13,7 @@ from rich.table import Table
 
 from gnmr_megatron.errors import LayoutError
 from gnmr_megatron.models.precision_plan import UnitPlan, plan_problems, plan_units
+from gnmr_megatron.precision.catalog import PathName
 from gnmr_megatron.training.config import RunConfig
 from gnmr_megatron.training.config_files import parse_run, run_parser
 
@@ -120,24 +121,36 @@ class UnitsTable:
             "low": plan.low,
             "recovery": plan.recovery,
             "fixed": plan.is_fixed,
-            "low_bytes": plan.kept_bytes(plan.low, self.config.precision),
-            "recovery_bytes": plan.kept_bytes(plan.recovery, self.config.precision),
+            "low_bytes": self._kept(plan, plan.low),
+            "recovery_bytes": self._kept(plan, plan.recovery),
         }
+
+    def _kept(self, plan: UnitPlan, path: PathName) -> float:
+        layout = self.config.parallel
+        return plan.kept_bytes(
+            path,
+            self.config.precision,
+            tensor_parallel=layout.tensor_model_parallel_size,
+            sequence_parallel=layout.sequence_parallel,
+        )
 
     def _totals(self) -> dict[str, Any]:
         rows = [self._row(plan) for plan in self.plans]
         budget = self.config.gnmr.max_recovered
-        most = max(budget.values()) if isinstance(budget, dict) else budget
+        recoverable = sum(not row["fixed"] for row in rows)
+        most = min(max(budget.values()) if isinstance(budget, dict) else budget, recoverable)
+        if self.config.gnmr.mode != "active":
+            most = 0  # nothing is ever switched
         low = sum(row["low_bytes"] for row in rows)
         extra = sorted((row["recovery_bytes"] - row["low_bytes"] for row in rows), reverse=True)
-        exact = 4 if self.config.model.dtype == "fp32" else 2
+        exact: PathName = "fp32" if self.config.model.dtype == "fp32" else "bf16"
         return {
             "units": len(rows),
-            "recoverable": sum(not row["fixed"] for row in rows),
+            "recoverable": recoverable,
             "max_recovered": most,
             "low_bytes": low,
-            "most_bytes": low + sum(extra[:most]),
-            "exact_bytes": sum(exact * row["shape"][1] for row in rows),
+            "most_bytes": low + sum(max(more, 0) for more in extra[:most]),
+            "exact_bytes": sum(self._kept(plan, exact) for plan in self.plans),
         }
 
 

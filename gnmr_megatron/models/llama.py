@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,38 @@ from gnmr_megatron.models.layer_modules import RMSNorm
 from gnmr_megatron.models.layer_spec import llama_layer_spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+_NOT_IN_THIS_MODEL = (
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "mtp_num_layers",
+    "multi_latent_attention",
+    "num_moe_experts",
+    "qk_layernorm",
+    "quant_recipe",
+    "softmax_scale",
+    "window_size",
+)
+_OF_TE_MODULES = ("fp8", "fp4", "tp_comm_overlap", "first_last_layers_bf16")  # and what starts so
+_CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
+
+
+def engine_option_problems(options: Mapping[str, Any], *, uses_te: bool) -> Iterator[str]:
+    """One line for each further field of the engine that its modules here would ignore.
+
+    Args:
+        options: fields that the user adds.
+        uses_te: whether layers are made of Transformer Engine's modules.
+    """
+    for name in options:
+        where = f"parallel.engine_options: {name}"
+        if name in _NOT_IN_THIS_MODEL:
+            yield f"{where} has no effect on a LLaMA of these modules; leave it out"
+        elif name in _CUDA_GRAPHS:
+            yield f"{where}: CUDA graphs replay the kernels of one path and ignore a switch; leave it out"
+        elif not uses_te and name.startswith(_OF_TE_MODULES):
+            yield f"{where} is for Transformer Engine's modules; leave it out, or take te_* paths"
 
 
 def transformer_config(

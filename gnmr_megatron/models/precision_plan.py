@@ -58,14 +58,27 @@ class UnitPlan:
             return rows, columns // tensor_parallel
         return rows // tensor_parallel, columns
 
-    def kept_bytes(self, path: PathName, precision: PrecisionConfig) -> float:
-        """Bytes kept for the weight gradient of a token, over all ranks, without scales that tokens share."""
-        return kept_bytes_per_token(
+    def kept_bytes(
+        self,
+        path: PathName,
+        precision: PrecisionConfig,
+        *,
+        tensor_parallel: int,
+        sequence_parallel: bool,
+    ) -> float:
+        """Bytes kept for the weight gradient of a token, over the ranks that share the unit.
+
+        Without scales that all tokens share. Without sequence parallelism, each rank of a column-parallel linear
+        keeps the whole token.
+        """
+        per_rank = kept_bytes_per_token(
             path,
-            self.unit.shape[1],
+            self.held(tensor_parallel)[1],
             granularity=precision.granularity,
             group_size=precision.group_size,
         )
+        keeps_once = self.unit.operator not in ROW_PARALLEL and sequence_parallel
+        return per_rank if keeps_once else per_rank * tensor_parallel
 
 
 def uses_te(plans: Sequence[UnitPlan]) -> bool:
@@ -114,7 +127,7 @@ def plan_units(model: LlamaConfig, precision: PrecisionConfig) -> list[UnitPlan]
     if all(plan.is_fixed for plan in plans):
         raise ConfigError(
             "precision: overrides and first_last_k fix all units, so none is left to control; for one path "
-            "everywhere, set precision.low to it and gnmr.mode to disabled"
+            "everywhere, set precision.low and precision.recovery to it"
         )
     return plans
 

@@ -83,7 +83,7 @@ class Switchboard:
         self._plans = {plan.unit.id: plan for plan in plans}
         self._switches = dict(switches)
         self._units = recoverable_units(plans)
-        self._seed = seed
+        self._seed, self._step = seed, 0
         self._recovered: frozenset[str] = frozenset()
         self._requested: frozenset[str] = frozenset()
         self._select()
@@ -104,18 +104,21 @@ class Switchboard:
                 that was never interrupted.
         """
         self._recovered = self._requested
+        self._step = step
         self._select()
-        shard = _shard()
-        for name, switch in self._switches.items():
-            switch.start_step(functools.partial(stable_seed, self._seed, name, step, *shard))
+        self._start_noise("training")
 
     @contextmanager
-    def all_recovered(self) -> Iterator[None]:
-        """Every unit on its recovery path within the block, as for an evaluation between steps."""
+    def evaluating(self, *, on_recovery: bool) -> Iterator[None]:
+        """Every unit on its recovery path within the block, or on its low path, and with noise of its own.
+
+        For use between steps.
+        """
         recovered = self._recovered
         try:
-            self._recovered = frozenset(self._units.ids)
+            self._recovered = frozenset(self._units.ids if on_recovery else ())
             self._select()
+            self._start_noise("evaluation")
             yield
         finally:
             self._recovered = recovered
@@ -128,6 +131,11 @@ class Switchboard:
         """
         counts = {name: switch.take_non_finite() for name, switch in self._switches.items()}
         return {name: count for name, count in counts.items() if count}
+
+    def _start_noise(self, purpose: str) -> None:
+        place = (self._step, purpose, *_shard())
+        for name, switch in self._switches.items():
+            switch.start_step(functools.partial(stable_seed, self._seed, name, *place))
 
     def _select(self) -> None:
         for name, switch in self._switches.items():

@@ -70,6 +70,8 @@ def check_environment(plans: Sequence[UnitPlan]) -> None:
             f"Transformer Engine {installed} is installed, but megatron-core 0.16.1 pairs with {TESTED[0]} and newer, "
             f"below {TESTED[1]}: pip install 'gnmr-megatron[te]'"
         )
+    for plan in plans:
+        _quant_params(plan.low, plan)  # a payload may be malformed
     capability = torch.cuda.get_device_capability()
     possible = [path for path in RECIPES if _has_kernels(path, capability)]
     for path, unit_id in paths.items():
@@ -109,11 +111,6 @@ def refusals(engine: TransformerConfig) -> Iterator[str]:
             f"{key}: fp8_recipe delayed has a history for all modules and cannot be set for one; leave it out, "
             "precision.low chooses the recipe"
         )
-    if engine.cuda_graph_impl != "none":
-        yield (
-            f"{key}: CUDA graphs replay the kernels of the path they were captured on and ignore a switch; leave "
-            "cuda_graph_impl and enable_cuda_graph out"
-        )
     if engine.tp_comm_overlap:
         yield (
             f"{key}: tp_comm_overlap has buffers for one precision only, and the first recovered unit would crash; "
@@ -146,7 +143,7 @@ class TESwitch:
 
     def __init__(self, module: torch.nn.Module, plan: UnitPlan) -> None:
         self._module: Any = module
-        self._params = {path: _quant_params(path, plan.engine, plan) for path in plan.paths}
+        self._params = {path: _quant_params(path, plan) for path in plan.paths}
         self._path: PathName | None = None
 
     def select(self, path: PathName) -> None:
@@ -176,11 +173,11 @@ def te_switches(
     return {name: TESwitch(module, by_id[name]) for name, module in linears.items()}
 
 
-def _quant_params(path: PathName, engine: Mapping[str, Any] | None, plan: UnitPlan) -> Any:
+def _quant_params(path: PathName, plan: UnitPlan) -> Any:
     """The engine's object for a path; always an override, so that the switch does not depend on its mode."""
     from megatron.core.extensions.transformer_engine import TEQuantizationParams
 
-    payload = engine or {
+    payload = plan.engine or {
         "transformer_engine_config_type": "TEQuantizationParams",
         "training_recipe": {
             **RECIPES[path],
@@ -189,6 +186,11 @@ def _quant_params(path: PathName, engine: Mapping[str, Any] | None, plan: UnitPl
         },
     }
     context = MatchContext(plan.unit.id, plan.unit.layer)
-    return TEQuantizationParams.parse_from_config(
-        QuantizationConfig(dict(payload), context, config_key=path)
-    )
+    try:
+        return TEQuantizationParams.parse_from_config(
+            QuantizationConfig(dict(payload), context, config_key=path)
+        )
+    except (AssertionError, NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"precision.recipe: megatron-core refuses the config of {plan.unit.id}: {error or dict(payload)}"
+        ) from error

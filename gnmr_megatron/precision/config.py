@@ -44,8 +44,8 @@ class PrecisionConfig:
     """Values per scale with `group` and `block`; has to divide the width of every input a rank holds."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """`nearest` (ties to even), or `stochastic` (unbiased; a function of seed, unit and step); not for `torch_*`
-    and `te_*` paths."""
+    """`nearest` (ties to even), or `stochastic` (unbiased below the largest value; a function of seed, unit and
+    step); not for `torch_*` and `te_*` paths."""
 
     fuse: bool | None = None
     """Compile quantisation into fused kernels, where a compiler is found (C++ for CPUs, Triton for GPUs): the same bits

@@ -22,6 +22,8 @@ def use_fused_kernels(*, enabled: bool, device: torch.device) -> bool:
     It stays off where there is no compiler: C++ for CPUs, Triton for GPUs.
     """
     _settings["is_enabled"] = enabled and _has_compiler(device)
+    # Triton's own division is approximate, and eager's is not
+    torch._inductor.config.eager_numerics.division_rounding = True
     # a kernel for each format, block and layout that is used
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KERNELS)
     return _settings["is_enabled"]

@@ -72,8 +72,8 @@ def overrides_of_recipe(path: str) -> list[Override]:
     """
     try:
         content = yaml.safe_load(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"precision.recipe: {path} cannot be read ({error.strerror})") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"precision.recipe: {path} cannot be read ({error})") from error
     except yaml.YAMLError as error:
         raise ConfigError(
             f"precision.recipe: {path} is not YAML: {' '.join(str(error).split())}"
@@ -96,8 +96,9 @@ def overrides_of_recipe(path: str) -> list[Override]:
                 f"{where}: type `{matcher.get('type')}` is not known; it must be `glob`"
             )
         key = matcher.get("config")
-        if key not in configs:
-            raise ConfigError(f"{where}: no config `{key}`{did_you_mean(str(key), list(configs))}")
+        if not isinstance(key, str) or key not in configs:
+            names = [str(name) for name in configs]
+            raise ConfigError(f"{where}: no config `{key}`{did_you_mean(str(key), names)}")
         overrides.append(_matcher_override(matcher, configs[key], f"{path}: config `{key}`", where))
     return overrides
 
@@ -107,11 +108,14 @@ def _matcher_override(
 ) -> Override:
     if "pattern" not in matcher:
         raise ConfigError(f"{where}: needs `pattern`, a glob")
-    units = {"units": matcher["pattern"]}
-    if isinstance(payload, Mapping) and _ENGINE_TYPE in payload:
+    if not isinstance(payload, Mapping) or "units" in payload:
+        raise ConfigError(
+            f"{config_where}: must be `{{low: PATH, recovery: PATH}}`, `{{fixed: PATH}}`, or in megatron-core's form"
+        )
+    if _ENGINE_TYPE in payload:
         fixed = _engine_path(payload, config_where)
         return Override(units=str(matcher["pattern"]), where=where, fixed=fixed, engine=payload)
-    return parse_override({**(payload or {}), **units}, where=config_where)
+    return parse_override({**payload, "units": matcher["pattern"]}, where=config_where)
 
 
 def _engine_path(payload: Mapping[str, Any], where: str) -> PathName:
@@ -119,7 +123,10 @@ def _engine_path(payload: Mapping[str, Any], where: str) -> PathName:
     recipe = payload.get("training_recipe")
     if not isinstance(recipe, Mapping):
         raise ConfigError(f"{where}: needs `training_recipe`, a mapping; empty for BF16")
-    eight, four = recipe.get("fp8_quantization_recipe"), recipe.get("fp4_quantization_recipe")
+    eight, four = (
+        None if recipe.get(key) is None else str(recipe[key])
+        for key in ("fp8_quantization_recipe", "fp4_quantization_recipe")
+    )
     names = {
         (None, None): "te_bf16",
         ("tensorwise", None): "te_fp8_tensorwise",
@@ -137,7 +144,7 @@ def _engine_path(payload: Mapping[str, Any], where: str) -> PathName:
 
 
 def _path(value: Any, where: str) -> PathName:
-    if value not in PATHS:
+    if not isinstance(value, str) or value not in PATHS:
         raise ConfigError(
             f"{where}: no path `{value}`{did_you_mean(str(value), list(PATHS), list_all=True)}"
         )

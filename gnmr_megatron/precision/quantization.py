@@ -29,7 +29,8 @@ class Quantization:
         columns: columns of such a block; None for all. Blocks at the edge may be smaller.
         scale: type of the scales. `fp32` and `bf16` are amax / format.max; `e8m0` is the power of two of the
             Microscaling specification, 2^(floor(log2 amax) - floor(log2 format.max)).
-        rounding: to nearest, ties to even; or stochastic, with expectation equal to the value.
+        rounding: to nearest, ties to even; or stochastic, with expectation equal to the value, but for values that
+            their scale puts beyond the largest: a little with `bf16`, the top of a block with `e8m0`.
     """
 
     format: NumberFormat
@@ -195,7 +196,8 @@ def _scaled(
     if scale == "e8m0":
         scales = _power_of_two_scales(amax, number_format)
     else:
-        scales = (amax / number_format.max).to(SCALE_DTYPES[scale])
+        # by a tensor: CUDA divides by a Python number with the number's rounded reciprocal
+        scales = (amax / amax.new_full((), number_format.max)).to(SCALE_DTYPES[scale])
     divisors = scales.float()
     # zeros stay zeros; the scale itself says 0
     return groups / torch.where(divisors == 0, 1.0, divisors), scales

@@ -34,6 +34,7 @@ class Quantizer:
         self._seed = seed
         self._passes.clear()
         self._generators.clear()
+        self._non_finite = None
 
     def start_pass(self, kind: Pass) -> None:
         """Begin a pass over one microbatch."""
@@ -55,7 +56,7 @@ class Quantizer:
         return values
 
     def take_non_finite(self) -> int:
-        """Blocks with NaN or infinity met since the last call. Waits for the device."""
+        """Blocks with NaN or infinity met in this step, since the last call. Waits for the device."""
         count = 0 if self._non_finite is None else int(self._non_finite.item())
         self._non_finite = None
         return count

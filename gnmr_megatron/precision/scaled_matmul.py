@@ -16,13 +16,13 @@ from gnmr_megatron.precision.paths import Kept
 from gnmr_megatron.precision.quantization import PackedTensor, Quantization
 from gnmr_megatron.precision.quantizer import Quantizer
 
-DIVISOR = 16
-"""Every size of an FP8 GEMM has to be a multiple of this, or kernels refuse it."""
-
 
 @dataclass(frozen=True)
 class ScaledMatmulPath:
-    """All three GEMMs on E4M3 operands with FP32 scales and FP32 accumulation.
+    """All three GEMMs on E4M3 operands with FP32 scales.
+
+    Both gradients are summed in FP32; the forward takes the faster accumulation where a GPU has it, as is usual.
+    On CUDA, row-wise results are BF16.
 
     Attributes:
         name: as in the configuration.

@@ -91,6 +91,8 @@ def _settings(values: dict[str, Any], section: type, *, prefix: str) -> dict[str
 def write_config(config: RunConfig, path: Path) -> None:
     """Write the resolved settings so that `--config` reads them back, as those of a new run."""
     settings = dataclasses.asdict(dataclasses.replace(config, resume=None))
+    if config.precision.recipe is not None:  # a resume may start elsewhere
+        settings["precision"]["recipe"] = str(Path(config.precision.recipe).resolve())
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
 
 

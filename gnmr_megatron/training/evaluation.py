@@ -1,4 +1,4 @@
-"""Held-out loss, on the same sequences each time and on the recovery path."""
+"""Held-out loss, on the same sequences each time and on the recovery paths where there is control."""
 
 from __future__ import annotations
 
@@ -32,15 +32,25 @@ class HeldOutLoss:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Evaluates with all units on their recovery paths; the controller never hears of it."""
+    """Evaluates with all units on their recovery paths, or on their low ones where control is disabled.
+
+    The controller never hears of it.
+    """
 
     batches: Sequence[Batch]
     model: PipelinedModel
     switchboard: Switchboard
+    on_recovery: bool
 
     @classmethod
     def of(
-        cls, dataset: Any, settings: TrainSettings, model: PipelinedModel, switchboard: Switchboard
+        cls,
+        dataset: Any,
+        settings: TrainSettings,
+        model: PipelinedModel,
+        switchboard: Switchboard,
+        *,
+        on_recovery: bool,
     ) -> Evaluation:
         """Take the first `train.eval_samples` held-out sequences; this replica's share of them."""
         batches = fixed_batches(
@@ -50,11 +60,11 @@ class Evaluation:
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
             data_parallel_size=parallel_state.get_data_parallel_world_size(),
         )
-        return cls(list(batches), model, switchboard)
+        return cls(list(batches), model, switchboard, on_recovery)
 
     def __call__(self) -> HeldOutLoss:
         """Evaluate; all ranks take part and learn the same result."""
         started = time.perf_counter()
-        with self.switchboard.all_recovered():
+        with self.switchboard.evaluating(on_recovery=self.on_recovery):
             result = self.model.evaluate(self.batches)
         return HeldOutLoss(result.loss, result.tokens, time.perf_counter() - started)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -164,8 +163,3 @@ class Trainer:
     def _save(self, kind: Literal["periodic", "signal", "final"]) -> int:
         self.recorder.checkpoint(self.state.step, self.checkpointer.save(self.state), kind=kind)
         return self.state.step
-
-
-def as_ids(units: UnitTable, indices: Sequence[int]) -> list[str]:
-    """Unit ids of indices, in their order."""
-    return [units.ids[index] for index in indices]

@@ -35,7 +35,12 @@ from gnmr_megatron.distributed.process_groups import gather_from_all, start_proc
 from gnmr_megatron.errors import ConfigError, GnmrError
 from gnmr_megatron.models import te_adapter
 from gnmr_megatron.models.discovery import local_linears
-from gnmr_megatron.models.llama import DTYPES, build_chunks, transformer_config
+from gnmr_megatron.models.llama import (
+    DTYPES,
+    build_chunks,
+    engine_option_problems,
+    transformer_config,
+)
 from gnmr_megatron.models.precision_plan import UnitPlan, plan_units, uses_te
 from gnmr_megatron.models.switchboard import (
     PathSwitch,
@@ -140,7 +145,13 @@ def set_up(config: RunConfig) -> Trainer:
         batches=TrainingBatches.of(
             datasets.train, config.train, state, num_workers=config.data.num_workers
         ),
-        evaluation=Evaluation.of(datasets.valid, config.train, model, switchboard),
+        evaluation=Evaluation.of(
+            datasets.valid,
+            config.train,
+            model,
+            switchboard,
+            on_recovery=config.gnmr.mode != "disabled",
+        ),
         checkpointer=checkpointer,
         recorder=_recorder(
             config,
@@ -175,6 +186,7 @@ def _engine(config: RunConfig, plans: Sequence[UnitPlan]) -> TransformerConfig:
     is_te = uses_te(plans)
     if is_te:
         te_adapter.check_environment(plans)
+    refused = list(engine_option_problems(config.parallel.engine_options, uses_te=is_te))
     engine = transformer_config(
         config.model,
         {
@@ -185,7 +197,8 @@ def _engine(config: RunConfig, plans: Sequence[UnitPlan]) -> TransformerConfig:
         },
         config.parallel.engine_options,
     )
-    refused = list(te_adapter.refusals(engine)) if is_te else []
+    if is_te:
+        refused += te_adapter.refusals(engine)
     if refused:
         raise ConfigError("\n".join(refused))
     return engine

@@ -139,7 +139,7 @@ def test_each_unit_opens_the_autocast_of_its_path(low, recovery, any_recipe, mon
     board.start_step(2)
     recovered = {name for name, recipe in all_opened().items() if recipe == OPENED[recovery]}
     assert recovered == {units[5].id, units[10].id}
-    with board.all_recovered():
+    with board.evaluating(on_recovery=True):
         assert set(all_opened().values()) == {OPENED[recovery]}
         linears[units[0].id].eval()  # evaluation runs in the recipe of training
         assert opened(engine, linears[units[0].id], monkeypatch) == OPENED[recovery]
@@ -230,7 +230,6 @@ def pipeline(monkeypatch, stages, rank, chunks_each):
     ("options", "message"),
     [
         ({"fp8_param": True}, "fp8_param (fp4_param) keeps weights in FP8"),
-        ({"cuda_graph_impl": "local"}, "CUDA graphs replay the kernels"),
         ({"tp_comm_overlap": True}, "tp_comm_overlap has buffers for one precision only"),
         ({"first_last_layers_bf16": True}, "is what precision.first_last_k does"),
         (
@@ -299,3 +298,21 @@ def test_recipes_of_two_paths_are_of_different_classes():
     names = [name for name in OPENED.values() if name is not None]
     for first, second in itertools.combinations(names, 2):
         assert first != second
+
+
+@pytest.mark.parametrize(
+    "recipe", ["{fp8_quantization_recipe: tensorwise, fp8_fromat: hybrid}", "{}, more: 1"]
+)
+def test_a_payload_that_the_engine_refuses_is_a_message(tmp_path, recipe):
+    (tmp_path / "recipe.yaml").write_text(
+        "configs: {a: {transformer_engine_config_type: TEQuantizationParams, training_recipe: "
+        + recipe
+        + "}}\nmatchers: {m: {type: glob, pattern: '*fc1', config: a, enabled: true}}"
+    )
+    precision = PrecisionConfig(
+        low="te_fp8_tensorwise", recovery="te_bf16", recipe=str(tmp_path / "recipe.yaml")
+    )
+    with pytest.raises(
+        ConfigError, match=r"megatron-core refuses the config of decoder\.layers\.0"
+    ):
+        te_adapter.check_environment(plan_units(MODEL, precision))

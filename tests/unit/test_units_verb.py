@@ -49,6 +49,25 @@ def test_overrides_change_the_table(capsys):
     assert table["totals"]["recoverable"] == 8
 
 
+def test_ranks_that_each_keep_the_whole_input_are_counted(capsys):
+    arguments = ["--parallel.tensor_model_parallel_size=2", "--model.dtype=bf16"]
+    plain = units(capsys, RUNS / "quickstart.yaml", *arguments)["units"]
+    split = units(
+        capsys, RUNS / "quickstart.yaml", *arguments, "--parallel.sequence_parallel=true"
+    )["units"]
+    once = 256 / 2 + 256 / 128 * 2
+    assert [row["low_bytes"] for row in split[:2]] == [once, once]
+    assert [row["low_bytes"] for row in plain[:2]] == [2 * once, once]  # qkv on both ranks
+
+
+@pytest.mark.parametrize(
+    ("option", "most"), [("max_recovered=1000", 16), ("mode=monitor", 0), ("max_recovered=3", 3)]
+)
+def test_the_budget_is_what_can_be_recovered(capsys, option, most):
+    totals = units(capsys, RUNS / "quickstart.yaml", f"--gnmr.{option}")["totals"]
+    assert totals["max_recovered"] == most
+
+
 def test_layers_that_are_alike_share_a_line(capsys):
     assert main(["units", str(RUNS / "llama2_7b.yaml")]) == 0
     text = capsys.readouterr().out

@@ -14,7 +14,7 @@ from gnmr_megatron.distributed.process_groups import start_process_groups, stop_
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.models.config import LlamaConfig
 from gnmr_megatron.models.discovery import local_linears
-from gnmr_megatron.models.llama import build_chunks, transformer_config
+from gnmr_megatron.models.llama import build_chunks, engine_option_problems, transformer_config
 from gnmr_megatron.models.precision_plan import plan_units
 from gnmr_megatron.models.switchboard import Switchboard, linear_switches, recoverable_units
 from gnmr_megatron.precision.config import PrecisionConfig
@@ -216,3 +216,39 @@ def test_stochastic_rounding_repeats_with_the_step_and_changes_with_it():
 def test_sizes_that_do_not_fit_are_refused_by_their_keys(fields, message):
     with pytest.raises(ConfigError, match=message):
         LlamaConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "uses_te", "message"),
+    [
+        ("num_moe_experts", True, "has no effect on a LLaMA of these modules"),
+        ("cuda_graph_impl", True, "CUDA graphs replay the kernels of one path"),
+        ("fp8_param", False, "is for Transformer Engine's modules"),
+        ("tp_comm_overlap_ag", False, "is for Transformer Engine's modules"),
+        ("fp8_margin", True, None),
+        ("attention_softmax_in_fp32", False, None),
+    ],
+)
+def test_engine_options_without_effect_are_refused(name, uses_te, message):
+    problems = list(engine_option_problems({name: 1}, uses_te=uses_te))
+    assert len(problems) == (message is not None)
+    for problem in problems:
+        assert problem.startswith(f"parallel.engine_options: {name}")
+        assert message in problem
+
+
+def test_an_evaluation_leaves_paths_and_noise_of_the_step_as_they_were():
+    model = build()
+    board, units = switchboard(model, rounding="stochastic")
+    board.request(np.array([2]))
+    board.start_step(1)
+    before = gradients(model)
+    for on_recovery, path in ((True, "saved_int8"), (False, "saved_int4")):
+        with board.evaluating(on_recovery=on_recovery):
+            assert repr(model).count(f"path={path}") == len(units)
+            first = gradients(model)
+        with board.evaluating(on_recovery=on_recovery):
+            assert all(map(torch.equal, first.values(), gradients(model).values()))
+    assert repr(model).count("path=saved_int8") == 1
+    board.start_step(1)
+    assert all(map(torch.equal, before.values(), gradients(model).values()))

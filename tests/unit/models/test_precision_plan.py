@@ -111,6 +111,11 @@ def test_the_engines_own_payloads_fix_a_unit(tmp_path, payload, path):
     assert paths[0, "linear_fc2"] == ("te_fp8_tensorwise", "te_bf16", False)
 
 
+MATCH_ALL = (
+    "configs: {{a: {}}}\nmatchers: {{m: {{enabled: true, type: glob, pattern: '*', config: a}}}}"
+)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -130,6 +135,17 @@ def test_the_engines_own_payloads_fix_a_unit(tmp_path, payload, path):
             "training_recipe: {fp8_quantization_recipe: delayed}}}\n"
             "matchers: {m: {enabled: true, type: glob, pattern: '*', config: a}}",
             "recipe `delayed` cannot be set for one module",
+        ),
+        (MATCH_ALL.format("bf16"), "config `a`: must be `{low: PATH, recovery: PATH}`"),
+        (MATCH_ALL.format("{low: bf16, units: '*fc1'}"), "config `a`: must be `{low: PATH"),
+        (
+            MATCH_ALL.format("{fixed: [bf16]}"),
+            "config `a`.fixed: no path `['bf16']`; did you mean `bf16`?",
+        ),
+        (
+            "configs: {1: {low: bf16}}\n"
+            "matchers: {m: {enabled: true, type: glob, pattern: '*', config: [2]}}",
+            "matcher `m`: no config `[2]`; possible: 1",
         ),
     ],
 )
