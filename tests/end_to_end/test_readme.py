@@ -7,9 +7,13 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
+from gnmr_megatron.models.config import LlamaConfig
+from gnmr_megatron.models.precision_plan import plan_units
 from gnmr_megatron.observability.events import StartEvent, StepEvent, read_events
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from gnmr_megatron.precision.config import PrecisionConfig
 from tests.conftest import ROOT, run_cli
 from tests.references.wandb_file import history
 
@@ -57,8 +61,27 @@ def typed(clone):
 
 
 def test_the_commands_run_in_the_order_in_which_they_stand(typed, clone):
-    assert [line.split()[1] for line in typed] == ["prepare-data", "train", "train", "summary"]
+    verbs = ["prepare-data", "train", "train", "summary", "units"]
+    assert [line.split()[1] for line in typed] == verbs
     assert sorted(path.name for path in (clone / "runs").iterdir()) == ["quickstart"]
+
+
+def test_the_table_of_units_is_that_of_the_preset(typed):
+    table = next(text for line, text in typed.items() if " units " in line)
+    assert "decoder.layers.0..31.mlp.linear_fc2" in table
+    assert "128 projections, 128 recoverable" in table
+
+
+def test_the_example_of_overrides_means_what_its_comments_say():
+    (example,) = blocks("yaml")
+    settings = PrecisionConfig(**yaml.safe_load(example)["precision"])
+    plans = {plan.unit.id: plan for plan in plan_units(LlamaConfig(num_layers=8), settings)}
+    fixed = {name for name, plan in plans.items() if plan.is_fixed}
+    assert fixed == {
+        name for name in plans if "linear_proj" in name or name.split(".")[2] in ("0", "7")
+    }
+    assert plans["decoder.layers.5.mlp.linear_fc1"].recovery == "bf16"
+    assert plans["decoder.layers.4.mlp.linear_fc1"].low == "deepseek_fp6"
 
 
 def test_training_tells_what_it_did_and_what_to_do_next(typed):
