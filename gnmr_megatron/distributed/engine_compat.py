@@ -97,10 +97,7 @@ def kernels_in_use(device: torch.device) -> dict[str, str]:
 
 
 def _has_fused_accumulation() -> bool:
-    """Whether apex's extension is there that adds weight gradients to FP32 buffers within their GEMM.
-
-    For megatron-core's own linears and those of Transformer Engine; ours hand their gradients to autograd.
-    """
+    """Whether apex's extension is there that adds weight gradients to FP32 buffers within their GEMM."""
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
 
 

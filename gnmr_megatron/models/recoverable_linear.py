@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gnmr_megatron.models.input_exchange import AllReduceExchange, SequenceExchange
 from gnmr_megatron.precision.exchange import InputExchange
-from gnmr_megatron.precision.linear import linear
+from gnmr_megatron.precision.linear import AccumulatesGradient, linear
 from gnmr_megatron.precision.paths import ExactPath, PrecisionPath
 from gnmr_megatron.precision.quantizer import Quantizer
 
@@ -36,6 +36,7 @@ class _Recoverable:
         allreduce_dgrad: bool,
         sequence_parallel: bool,
         tp_group: Any,
+        gradient_accumulation_fusion: bool = False,
         **_: Any,
     ) -> Tensor:
         exchange: InputExchange | None = None
@@ -43,12 +44,26 @@ class _Recoverable:
             exchange = SequenceExchange(tp_group)
         elif allreduce_dgrad:
             exchange = AllReduceExchange(tp_group)
-        output = linear(input, weight, self.path, exchange=exchange, quantizer=self.quantizer)
+        output = linear(
+            input,
+            weight,
+            self.path,
+            exchange=exchange,
+            quantizer=self.quantizer,
+            accumulate=_fused_accumulation() if gradient_accumulation_fusion else None,
+        )
         return output if bias is None else output + bias
 
     def __repr__(self) -> str:
         # the engine's column-parallel linear has a __repr__ of its own, so extra_repr would not show
         return f"{type(self).__name__}(unit={self.unit_id}, path={self.path.name})"
+
+
+def _fused_accumulation() -> AccumulatesGradient:
+    import fused_weight_gradient_mlp_cuda  # apex's; the engine asks for fusion only where it is installed
+
+    kernel: AccumulatesGradient = fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32
+    return kernel
 
 
 class RecoverableColumnLinear(_Recoverable, ColumnParallelLinear):

@@ -1,6 +1,8 @@
 """The model in one process; its layouts are in tests/distributed."""
 
 import dataclasses
+import sys
+import types
 from datetime import timedelta
 
 import numpy as np
@@ -252,3 +254,36 @@ def test_an_evaluation_leaves_paths_and_noise_of_the_step_as_they_were():
     assert repr(model).count("path=saved_int8") == 1
     board.start_step(1)
     assert all(map(torch.equal, before.values(), gradients(model).values()))
+
+
+@pytest.mark.parametrize("path", ["bf16", "saved_int4", "deepseek_fp8"])
+def test_a_fused_kernel_adds_the_weight_gradient_to_its_buffer(path, monkeypatch):
+    """A stand-in for apex's kernel, called as megatron-core calls it."""
+    calls = []
+
+    def accumulate(operand, grad_output, main_grad):
+        calls.append(operand.shape)
+        main_grad.add_(grad_output.float().t() @ operand.float())
+
+    kernels = types.SimpleNamespace(wgrad_gemm_accum_fp32=accumulate)
+    monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", kernels)
+    module = build().decoder.layers[0].mlp.linear_fc2
+    module.path = precision_path(path, PrecisionConfig(group_size=16))
+    weight = module.weight.detach().bfloat16().requires_grad_()
+    weight.main_grad = torch.ones(weight.shape)
+    weight.grad_added_to_main_grad = False
+    x = torch.randn(6, 2, 64).bfloat16()
+    output = module._forward_impl(
+        x,
+        weight,
+        allreduce_dgrad=False,
+        sequence_parallel=False,
+        tp_group=None,
+        gradient_accumulation_fusion=True,
+    )
+    output.sum().backward()
+    assert weight.grad_added_to_main_grad == (path != "deepseek_fp8")  # its GEMM is not exact
+    assert calls == ([] if path == "deepseek_fp8" else [(12, 64)])
+    if path == "bf16":
+        expected = 1 + x.float().sum(dim=(0, 1)).expand(32, 64)
+        torch.testing.assert_close(weight.main_grad, expected)
