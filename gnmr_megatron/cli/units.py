@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gnmr_megatron.errors import LayoutError
-from gnmr_megatron.models.precision_plan import UnitPlan, plan_problems, plan_units
+from gnmr_megatron.models.precision_plan import UnitPlan, plan_units
 from gnmr_megatron.precision.catalog import PathName
-from gnmr_megatron.training.config import RunConfig
+from gnmr_megatron.training.config import RunConfig, precision_problems
 from gnmr_megatron.training.config_files import parse_run, run_parser
 
 DESCRIPTION = """\
@@ -38,18 +38,10 @@ def run(arguments: Sequence[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         arguments = ["--config", *arguments]
     config, options = parse_run(parser, arguments)
-    plans = plan_units(config.model, config.precision)
-    problems = list(
-        plan_problems(
-            plans,
-            config.precision,
-            tensor_parallel=config.parallel.tensor_model_parallel_size,
-            tokens=config.data.sequence_length * config.train.micro_batch_size,
-        )
-    )
+    problems = list(precision_problems(config))
     if problems:
         raise LayoutError("\n".join(problems))
-    table = UnitsTable(plans, config)
+    table = UnitsTable(plan_units(config.model, config.precision), config)
     if options.json:
         print(json.dumps(table.as_dict()))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -139,6 +140,11 @@ def saved_scale(granularity: Granularity) -> ScaleType:
     return "e8m0" if granularity == "mx" else "bf16"
 
 
+def columns_that_share_bytes(bits: int) -> int:
+    """Columns whose codes of so many bits fill whole bytes together."""
+    return math.lcm(bits, 8) // bits
+
+
 def misfits(
     path: PathName,
     *,
@@ -171,7 +177,7 @@ def misfits(
             )
         elif path == "fp4_e2m1" and granularity == "tensor":
             yield f"{path} has 8 magnitudes and needs finer scales; set precision.granularity to token, group or mx"
-    shared = {4: 2, 6: 4}.get(info.bits, 1)
+    shared = columns_that_share_bytes(info.bits)
     group = group_size if granularity in ("group", "block") else width
     if info.family in ("saved", "emulated") and (width % shared or group % shared):
         yield (

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gnmr_megatron.precision.catalog import ScaleType
+from gnmr_megatron.precision.catalog import ScaleType, columns_that_share_bytes
 from gnmr_megatron.precision.formats import NumberFormat, decode, encode, round_finite
 from gnmr_megatron.precision.fusion import fused
 
@@ -141,11 +141,6 @@ def round_blocks(
     values, scales = _round_groups((groups, noise), how.format, how.scale, axes)
     values = _from_squares(values, x.shape, how) if is_block else values.view(len(x), -1)
     return values[:, : x.shape[1]], scales
-
-
-def columns_that_share_bytes(bits: int) -> int:
-    """Columns whose codes of so many bits fill whole bytes together."""
-    return math.lcm(bits, 8) // bits
 
 
 # Below, matrices of groups: [groups, values], scales of shape [groups, 1], [1, values] or [1, 1].

@@ -181,7 +181,7 @@ def validate(config: RunConfig, *, world_size: int, vocab_size: int) -> None:
     problems = [
         *_layout_problems(config, vocab_size),
         *_batch_problems(config, replicas),
-        *_precision_problems(config),
+        *precision_problems(config),
         *_schedule_problems(config),
     ]
     if problems:
@@ -243,7 +243,8 @@ def _batch_problems(config: RunConfig, replicas: int) -> Iterator[str]:
         )
 
 
-def _precision_problems(config: RunConfig) -> Iterator[str]:
+def precision_problems(config: RunConfig) -> Iterator[str]:
+    """One line for each path or override that does not fit the model and its layout."""
     try:
         plans = plan_units(config.model, config.precision)
     except ConfigError as error:

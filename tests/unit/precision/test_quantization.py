@@ -4,11 +4,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gnmr_megatron.precision.catalog import columns_that_share_bytes
 from gnmr_megatron.precision.formats import E2M1, E3M2, E4M3, INT4, INT8
 from gnmr_megatron.precision.quantization import (
     PackedTensor,
     Quantization,
-    columns_that_share_bytes,
     pack,
     round_blocks,
     unpack,
