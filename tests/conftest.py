@@ -33,7 +33,7 @@ TINY = {
     "train.micro_batch_size": 2,
     "train.eval_interval": 0,
     "train.eval_samples": 8,
-    "train.checkpoint_interval": 0,
+    "checkpoint.interval": 0,
     "train.timeout_minutes": 1,
     "tracking.console": "quiet",
     "tracking.wandb_mode": "disabled",
@@ -59,10 +59,8 @@ def run_cli(*arguments, timeout=240, **kwargs):
     )
 
 
-@pytest.fixture(scope="session")
-def dataset(tmp_path_factory):
+def prepare_tiny_dataset(folder):
     """Sixty files of the standard library, with a vocabulary that padding has to round up."""
-    folder = tmp_path_factory.mktemp("data") / "tiny"
     result = run_cli(
         "prepare-data",
         "stdlib:",
@@ -77,3 +75,9 @@ def dataset(tmp_path_factory):
     )
     assert result.returncode == 0, result.stderr
     return folder
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory):
+    """The tiny dataset, prepared once."""
+    return prepare_tiny_dataset(tmp_path_factory.mktemp("data") / "tiny")

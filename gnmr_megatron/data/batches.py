@@ -29,12 +29,25 @@ class Batch:
     loss_mask: Tensor
     position_ids: Tensor
 
+    def of_context_rank(self, rank: int, size: int) -> Batch:
+        """What a context-parallel rank computes of each sequence.
+
+        Of 2 * size pieces those at `rank` and as far from the end, which evens out the work of causal attention.
+        Source: Megatron's get_batch_on_this_cp_rank.
+        """
+        if size == 1:
+            return self
+        pieces = [part.chunk(2 * size, dim=1) for part in self._parts()]
+        return Batch(*(torch.cat((p[rank], p[2 * size - 1 - rank]), dim=1) for p in pieces))
+
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
         if self.tokens.device == device:
             return self
-        parts = (self.tokens, self.labels, self.loss_mask, self.position_ids)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+        return Batch(*(part.to(device, non_blocking=True) for part in self._parts()))
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return (self.tokens, self.labels, self.loss_mask, self.position_ids)
 
 
 def _collate(samples: Sequence[dict[str, Tensor]]) -> Batch:

@@ -96,6 +96,11 @@ def kernels_in_use(device: torch.device) -> dict[str, str]:
     }
 
 
+def adam_is_fused() -> bool:
+    """Whether AdamW is that of Transformer Engine or apex, which counts updates in its groups, as torch's does not."""
+    return _fused_package(optimizer_module.Adam) is not None
+
+
 def _has_fused_accumulation() -> bool:
     """Whether apex's extension is there that adds weight gradients to FP32 buffers within their GEMM."""
     return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None

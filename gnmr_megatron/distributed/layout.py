@@ -25,6 +25,15 @@ class ParallelLayout:
     virtual_pipeline_model_parallel_size: int | None = None
     """Model chunks of each pipeline process (interleaved schedule); null for one."""
 
+    num_layers_in_first_pipeline_stage: int | None = None
+    """Layers of the first pipeline process, which holds the embedding, too; null for an even share."""
+
+    num_layers_in_last_pipeline_stage: int | None = None
+    """Layers of the last pipeline process, which holds the output layer, too; null for an even share."""
+
+    context_parallel_size: int = 1
+    """Processes that share each sequence."""
+
     data_parallel_size: int | None = None
     """Replicas that share the batch; null takes what the number of processes leaves (1 without torchrun)."""
 
@@ -44,9 +53,14 @@ class ParallelLayout:
     """Further fields of megatron-core's TransformerConfig, for features that have no setting here."""
 
     def __post_init__(self) -> None:
-        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        for key in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+        ):
             if getattr(self, key) < 1:
                 raise LayoutError(f"parallel.{key}: {getattr(self, key)} must be at least 1")
+        self._check_uneven_stages()
         if self.data_parallel_size is not None and self.data_parallel_size < 1:
             raise LayoutError(
                 f"parallel.data_parallel_size: {self.data_parallel_size} must be at least 1, or null"
@@ -69,10 +83,33 @@ class ParallelLayout:
                 "parallel.overlap_grad_reduce: true"
             )
 
+    def _check_uneven_stages(self) -> None:
+        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            layers = getattr(self, key)
+            if layers is None:
+                continue
+            if layers < 1:
+                raise LayoutError(f"parallel.{key}: {layers} must be at least 1, or null")
+            if self.pipeline_model_parallel_size < 2:
+                raise LayoutError(
+                    f"parallel.{key}: {layers} needs parallel.pipeline_model_parallel_size of at least 2; "
+                    "set it to null"
+                )
+
     @property
     def model_parallel_size(self) -> int:
         """Processes of one replica."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    def layers_left(self, num_layers: int) -> tuple[int, int]:
+        """Layers that no uneven stage has taken, and the pipeline processes that share them."""
+        taken = (self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage)
+        uneven = [layers for layers in taken if layers is not None]
+        return num_layers - sum(uneven), self.pipeline_model_parallel_size - len(uneven)
 
     def data_parallel(self, world_size: int) -> int:
         """Replicas in a world of so many processes.
@@ -85,7 +122,8 @@ class ParallelLayout:
             raise LayoutError(
                 f"{world_size} processes cannot hold replicas of {self.model_parallel_size} (parallel."
                 f"tensor_model_parallel_size {self.tensor_model_parallel_size} x parallel."
-                f"pipeline_model_parallel_size {self.pipeline_model_parallel_size}): start a multiple of "
+                f"pipeline_model_parallel_size {self.pipeline_model_parallel_size} x parallel."
+                f"context_parallel_size {self.context_parallel_size}): start a multiple of "
                 f"{self.model_parallel_size}, or change the sizes"
             )
         if self.data_parallel_size not in (None, replicas):
@@ -108,6 +146,9 @@ class ParallelLayout:
             "tensor_model_parallel_size": self.tensor_model_parallel_size,
             "pipeline_model_parallel_size": self.pipeline_model_parallel_size,
             "virtual_pipeline_model_parallel_size": self.virtual_pipeline_model_parallel_size,
+            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage,
+            "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage,
+            "context_parallel_size": self.context_parallel_size,
             "sequence_parallel": self.sequence_parallel,
             # with two stages both neighbours are one process, and batched p2p matches their messages by order
             # alone: losses were silently wrong

@@ -47,6 +47,7 @@ def start_process_groups(layout: ParallelLayout, *, seed: int, timeout: timedelt
         layout.tensor_model_parallel_size,
         layout.pipeline_model_parallel_size,
         layout.virtual_pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return device

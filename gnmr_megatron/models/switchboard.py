@@ -163,4 +163,7 @@ def linear_switches(
 
 def _shard() -> tuple[int, int]:
     """Which noise a rank draws: that of its part of the weights and of the batch."""
-    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    return (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+    )

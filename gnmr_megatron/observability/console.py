@@ -68,6 +68,8 @@ class ConsoleTracker:
             self._line("held-out", f"{result}  {size}", "cyan")
         elif isinstance(event, CheckpointEvent):
             size = f"{event.bytes / 1e6:,.1f} MB in {event.seconds:.1f} s"
+            if event.blocked_seconds is not None:
+                size += f", training waited {event.blocked_seconds:.2f} s"
             self._line("checkpoint", f"{event.path}  {size} ({event.kind})", "blue")
         elif isinstance(event, FaultEvent):
             self._fault(event)
@@ -85,9 +87,11 @@ class ConsoleTracker:
         self._max_recovered, self._step_seconds = event.max_recovered, math.nan
         tensor = event.layout.get("tensor_model_parallel_size", 1)
         pipeline = event.layout.get("pipeline_model_parallel_size", 1)
+        context = event.layout.get("context_parallel_size", 1)
+        sizes = f"TP {tensor} x PP {pipeline}" + (f" x CP {context}" if context > 1 else "")
         processes = f"{event.world_size} process{'es' if event.world_size > 1 else ''}"
         parts = [
-            f"{event.run}: {processes} (TP {tensor} x PP {pipeline})",
+            f"{event.run}: {processes} ({sizes})",
             f"{event.num_units} units",
             f"policy {event.policy} ({event.mode})",
             f"at most {event.max_recovered} recovered",

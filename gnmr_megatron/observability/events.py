@@ -103,14 +103,17 @@ class DecisionEvent(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEvent(Event):
-    """A checkpoint is complete; `kind` is periodic, signal or final."""
+    """The checkpoint of `step` is complete; `kind` is periodic, signal or final."""
 
     name: ClassVar[str] = "checkpoint"
 
     path: str
     seconds: float
+    """From the start of the save to its end."""
     bytes: int
     kind: str
+    blocked_seconds: float | None = None
+    """How long training waited for it; null in logs of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-import shutil
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,42 +13,75 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from gnmr_megatron.control.controller import DecidesRecovery
+from gnmr_megatron.distributed.engine_checkpoint import (
+    ChildProcess,
+    PlannedSave,
+    WrittenParts,
+    check_pickles,
+    load_sharded,
+)
 from gnmr_megatron.distributed.layout import ParallelLayout
+from gnmr_megatron.distributed.process_groups import gather_from_all
 from gnmr_megatron.errors import CheckpointError
 from gnmr_megatron.models.discovery import unwrap
+from gnmr_megatron.training.checkpoint_files import (
+    PARTIAL,
+    CheckpointDescription,
+    WrittenFile,
+    checkpoint_path,
+    complete_checkpoints,
+    damages,
+    expendable,
+    newest_good,
+    publish,
+    remove,
+)
+from gnmr_megatron.training.config import CheckpointSettings
 from gnmr_megatron.training.optimizer import ClippingOptimizer
+from gnmr_megatron.training.optimizer_state import OptimizerState, kind_of
 from gnmr_megatron.training.state import TrainState
 
-DESCRIPTION = "checkpoint.json"
-PARTIAL = ".partial"
-SCHEMA_VERSION = 1
+# the engine writes into the metadata it is given: copied each time
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that was written: where, how large, and how long training waited for it."""
+    """A checkpoint that was written.
+
+    Attributes:
+        path: its folder.
+        step: steps done.
+        num_bytes: size of its files.
+        seconds: from the start of the save to its end.
+        blocked_seconds: how long training waited for it.
+    """
 
     path: Path
+    step: int
     num_bytes: int
     seconds: float
+    blocked_seconds: float
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The complete checkpoint of the highest step in a `checkpoints` folder, or None."""
-    complete = [
-        path
-        for path in folder.glob("step_*")
-        if (path / DESCRIPTION).exists() and path.suffix != PARTIAL
-    ]
-    return max(complete, key=lambda path: path.name, default=None)
+@dataclass
+class _RunningSave:
+    """A save that was started and is not finished yet."""
+
+    description: CheckpointDescription
+    partial: Path
+    plan: PlannedSave
+    writer: ChildProcess
+    started: float
+    blocked_seconds: float
 
 
 class Checkpointer:
-    """Saves and loads one run's state.
+    """Saves and loads one run's state; a save runs in the background between `start` and `finish`.
 
     Args:
         folder: where checkpoints go, one folder a step.
@@ -58,6 +91,7 @@ class Checkpointer:
         controller: its state is written in plain values.
         layout: layout of this run.
         identity: what has to be equal on resume, as plain values by dotted key.
+        settings: how many checkpoints to keep.
     """
 
     def __init__(
@@ -70,107 +104,205 @@ class Checkpointer:
         controller: DecidesRecovery,
         layout: ParallelLayout,
         identity: Mapping[str, Any],
+        settings: CheckpointSettings,
     ) -> None:
         self._folder = folder
         self._chunks, self._optimizer, self._scheduler = chunks, optimizer, scheduler
         self._controller = controller
-        self._layout, self._identity = layout, dict(identity)
+        self._layout, self._identity, self._settings = layout, dict(identity), settings
+        self._running: _RunningSave | None = None
+        self._is_first_save = True
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save was started and is not finished; equal on all ranks."""
+        return self._running is not None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank's part of a save is still being written."""
+        return self._running is not None and not self._running.writer.is_done
 
     def save(self, state: TrainState) -> SavedCheckpoint:
-        """Write a checkpoint; all ranks take part. It gets its name only when it is complete.
+        """Write a checkpoint and wait for it; all ranks take part.
 
         Raises:
-            CheckpointError: the folder cannot be written.
+            CheckpointError: it cannot be written; alike on every rank.
+        """
+        self.start(state)
+        return self.finish()
+
+    def start(self, state: TrainState) -> None:
+        """Begin a save of the state as it is now; all ranks take part.
+
+        Raises:
+            CheckpointError: the folder cannot be written; alike on every rank.
         """
         started = time.perf_counter()
-        path = self._folder / f"step_{state.step:08d}"
+        path = checkpoint_path(self._folder, state.step)
         partial = path.with_name(path.name + PARTIAL)
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
-        content = self._content(is_loading=False)
-        content["train_state"] = dataclasses.asdict(state)
-        content["controller"] = self._controller.state_dict()
-        dist_checkpointing.save(content, str(partial))
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (partial / DESCRIPTION).write_text(
-                json.dumps(self._description(state), indent=1) + "\n"
-            )
-            shutil.rmtree(path, ignore_errors=True)
-            partial.rename(path)
-        dist.barrier()
-        num_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        return SavedCheckpoint(path, num_bytes, time.perf_counter() - started)
+        with _agreed_errors(path):
+            if dist.get_rank() == 0:
+                if partial.exists():
+                    remove(partial)
+                partial.mkdir(parents=True)
+        content, optimizer = self._content(with_random=True)
+        description = CheckpointDescription(
+            step=state.step,
+            layout=self._plain_layout(),
+            identity=self._identity,
+            optimizer=kind_of(self._optimizer.engine),
+            state={
+                "train": dataclasses.asdict(state),
+                "scheduler": self._scheduler.state_dict(),
+                "controller": self._controller.state_dict(),
+                "num_updates": optimizer.num_updates,
+            },
+            files={},
+        )
+        plan = PlannedSave(content, partial, validate=self._is_first_save)
+        self._is_first_save = False
+        writer = ChildProcess(functools.partial(_write, plan, partial))
+        blocked = time.perf_counter() - started
+        self._running = _RunningSave(description, partial, plan, writer, started, blocked)
 
-    def load(self, path: Path) -> TrainState:
-        """Take up a checkpoint of this run, written in this layout or another.
+    def finish(self) -> SavedCheckpoint:
+        """Wait for all ranks' files and give the checkpoint its name; all ranks take part.
 
         Raises:
-            CheckpointError: it is incomplete, or of another model, tokenizer or unit set.
+            CheckpointError: a rank could not write; alike on every rank, and nothing of it remains.
         """
-        description = self._read_description(path)
-        same_layout = description["layout"] == self._plain_layout()
-        loaded = dist_checkpointing.load(
-            self._content(is_loading=True, with_random=same_layout), str(path)
+        waiting_since = time.perf_counter()
+        save, self._running = self._running, None
+        assert save is not None
+        path = checkpoint_path(self._folder, save.description.step)
+        own: tuple[WrittenParts, dict[str, WrittenFile]] | str
+        try:
+            own = save.writer.result()
+        except OSError as error:
+            own = str(error)
+        written: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(own, written if dist.get_rank() == 0 else None)
+        num_bytes = 0
+        with _agreed_errors(path):
+            if dist.get_rank() == 0:
+                try:
+                    num_bytes = self._complete(save, path, written)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        remove(save.partial)
+                    raise
+        now = time.perf_counter()
+        return SavedCheckpoint(
+            path,
+            save.description.step,
+            num_bytes,
+            seconds=now - save.started,
+            blocked_seconds=save.blocked_seconds + now - waiting_since,
         )
+
+    def _complete(self, save: _RunningSave, path: Path, written: Sequence[Any]) -> int:
+        """On one rank: index, description, name; then let older checkpoints go."""
+        problems = [
+            f"rank {rank}: {problem}"
+            for rank, problem in enumerate(written)
+            if isinstance(problem, str)
+        ]
+        if problems:
+            raise OSError("; ".join(problems[:3]))
+        files = {name: file for _, sums in written for name, file in sums.items()}
+        for name in save.plan.complete([parts for parts, _ in written]):
+            files[name] = WrittenFile.of(save.partial / name)
+        description = dataclasses.replace(save.description, files=files)
+        description.write(save.partial)
+        publish(save.partial, path)
+        for old in expendable(
+            complete_checkpoints(self._folder),
+            keep_last=self._settings.keep_last,
+            keep_every=self._settings.keep_every,
+        ):
+            with contextlib.suppress(OSError):  # tried again after the next save
+                remove(old)
+        return description.num_bytes
+
+    def load(self, path: Path) -> TrainState:
+        """Take up a checkpoint of this run, written in this layout or another; all ranks take part.
+
+        Important:
+            `check` it first.
+
+        Raises:
+            CheckpointError: it is of another model, tokenizer or unit set; alike on every rank.
+        """
+        description = CheckpointDescription.read(path)
+        self._check_identity(path, description)
+        same_layout = description.layout == self._plain_layout()
+        content, optimizer = self._content(
+            with_random=same_layout, is_loading=True, saved_optimizer=description.optimizer
+        )
+        loaded = load_sharded(content, path)
         for key, chunk in self._named_chunks():
             unwrap(chunk).load_state_dict(loaded[key])
-        self._optimizer.load_engine_state(loaded["optimizer"])
+        state = description.state
+        optimizer.load(loaded["optimizer"], num_updates=state["num_updates"])
         self._scheduler.num_steps = 0  # loading adds the saved steps to those counted so far
-        self._scheduler.load_state_dict(loaded["scheduler"])
+        self._scheduler.load_state_dict(state["scheduler"])
         if same_layout:
             _set_random_state(loaded["random"])
         try:
-            if loaded["controller"]:  # a run without control has none: its history starts here
-                self._controller.load_state_dict(loaded["controller"])
+            if state["controller"]:  # a run without control has none: its history starts here
+                self._controller.load_state_dict(state["controller"])
         except ValueError as error:
             raise CheckpointError(
                 f"{path}: {error}; resume with the settings of the saved run"
             ) from error
-        return TrainState(**loaded["train_state"])
+        return TrainState(**state["train"])
+
+    def check(self, path: Path) -> None:
+        """Compare all files with their checksums, each rank its share.
+
+        Raises:
+            CheckpointError: it is damaged or unsafe; on every rank; names the files, and the newest checkpoint
+                before it that is whole.
+        """
+        description = CheckpointDescription.read(path)
+        own = list(damages(path, description, part=dist.get_rank(), parts=dist.get_world_size()))
+        found = [line for lines in gather_from_all(own) for line in lines]
+        if found:
+            advice = gather_from_all(_what_else(path) if dist.get_rank() == 0 else "")[0]
+            raise CheckpointError("\n".join([*found, advice]))
+        check_pickles(path)
 
     def _named_chunks(self) -> list[tuple[str, torch.nn.Module]]:
         if len(self._chunks) == 1:
             return [("model", self._chunks[0])]
         return [(f"model{stage}", chunk) for stage, chunk in enumerate(self._chunks)]
 
-    def _content(self, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
-        # the engine writes into the metadata it is given: a fresh one each time
-        metadata = {"distrib_optim_sharding_type": "fully_reshardable"}
+    def _content(
+        self, *, with_random: bool, is_loading: bool = False, saved_optimizer: str | None = None
+    ) -> tuple[dict[str, Any], OptimizerState]:
         content: dict[str, Any] = {
-            key: unwrap(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+            key: unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))  # type: ignore[operator]
             for key, chunk in self._named_chunks()
         }
-        content["optimizer"] = self._optimizer.engine.sharded_state_dict(
-            content, is_loading=is_loading, metadata=metadata
+        optimizer = OptimizerState(
+            self._optimizer.engine,
+            content,
+            _METADATA,
+            is_loading=is_loading,
+            saved_kind=saved_optimizer,
         )
-        content["scheduler"] = self._scheduler.state_dict()
+        content["optimizer"] = optimizer.tensors
         if with_random:
             world, rank = dist.get_world_size(), dist.get_rank()
             content["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
-        return content
+        return content, optimizer
 
     def _plain_layout(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self._layout), "world_size": dist.get_world_size()}
 
-    def _description(self, state: TrainState) -> dict[str, Any]:
-        return {
-            "schema_version": SCHEMA_VERSION,
-            "step": state.step,
-            "layout": self._plain_layout(),
-            "identity": self._identity,
-        }
-
-    def _read_description(self, path: Path) -> dict[str, Any]:
-        try:
-            description: dict[str, Any] = json.loads((path / DESCRIPTION).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: is no complete checkpoint ({error}); choose another one"
-            ) from error
-        saved = description["identity"]
+    def _check_identity(self, path: Path, description: CheckpointDescription) -> None:
+        saved = description.identity
         different = [key for key in self._identity if saved.get(key) != self._identity[key]]
         if different:
             lines = [
@@ -181,7 +313,38 @@ class Checkpointer:
                 + "\n".join(lines)
                 + "\nresume with the saved settings"
             )
-        return description
+
+
+def _write(plan: PlannedSave, folder: Path) -> tuple[WrittenParts, dict[str, WrittenFile]]:
+    """This rank's files and what they add up to; runs in a process of its own."""
+    parts = plan.write()
+    return parts, {name: WrittenFile.of(folder / name) for name in parts.files}
+
+
+@contextlib.contextmanager
+def _agreed_errors(path: Path) -> Any:
+    """What rank 0 could not do raises on every rank; all ranks take part.
+
+    Raises:
+        CheckpointError: an OSError happened within the block on a rank.
+    """
+    problem: str | None = None
+    try:
+        yield
+    except OSError as error:
+        problem = str(error)
+    first = next((text for text in gather_from_all(problem) if text is not None), None)
+    if first is not None:
+        raise CheckpointError(f"{path}: cannot be written: {first}")
+
+
+def _what_else(path: Path) -> str:
+    """What to resume from instead of a damaged checkpoint."""
+    earlier = [other for other in complete_checkpoints(path.parent) if other.name < path.name]
+    good = newest_good(earlier)
+    if good is None:
+        return "no whole checkpoint is before it; start the run anew"
+    return f"the newest whole checkpoint before it: --resume {good}"
 
 
 def _random_state() -> dict[str, Any]:

@@ -93,9 +93,6 @@ class TrainSettings:
     eval_samples: int = 64
     """Held-out sequences of an evaluation, the same ones each time."""
 
-    checkpoint_interval: int = 100
-    """Save every so many steps, and at the end; 0 only at the end or on SIGTERM."""
-
     max_skipped_steps: int = 10
     """Stop after so many steps in a row whose loss or gradient was not finite."""
 
@@ -115,9 +112,8 @@ class TrainSettings:
         ):
             if getattr(self, key) < 1:
                 raise ConfigError(f"train.{key}: {getattr(self, key)} must be at least 1")
-        for key in ("eval_interval", "checkpoint_interval"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"train.{key}: {getattr(self, key)} must not be negative")
+        if self.eval_interval < 0:
+            raise ConfigError(f"train.eval_interval: {self.eval_interval} must not be negative")
         if self.timeout_minutes <= 0:
             raise ConfigError(f"train.timeout_minutes: {self.timeout_minutes} must be positive")
 
@@ -135,6 +131,35 @@ class TrainSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """When to save, and what to keep.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the key.
+    """
+
+    interval: int = 100
+    """Save every so many steps, and at the end; 0 only at the end or on a signal."""
+
+    asynchronous: bool = True
+    """Write while training goes on; false waits for each save."""
+
+    keep_last: int | None = None
+    """Remove all checkpoints but the newest so many; null keeps all."""
+
+    keep_every: int | None = None
+    """Never remove those whose step is a multiple of this; null keeps none for its step."""
+
+    def __post_init__(self) -> None:
+        if self.interval < 0:
+            raise ConfigError(f"checkpoint.interval: {self.interval} must not be negative")
+        for key in ("keep_last", "keep_every"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                raise ConfigError(f"checkpoint.{key}: {value} must be at least 1, or null")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All settings of a run."""
 
@@ -148,7 +173,8 @@ class RunConfig:
     """Seed of weights, data order and stochastic rounding."""
 
     resume: str | None = None
-    """Run folder to go on with; `latest`: the newest of this name; `auto`: the same, or a new run if none."""
+    """Run folder to go on with, or one checkpoint in it; `latest`: the newest run of this name; `auto`: the same, or
+    a new run if there is none, for restarts that nobody watches."""
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -157,6 +183,7 @@ class RunConfig:
     gnmr: ControlConfig = field(default_factory=ControlConfig)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
@@ -198,24 +225,61 @@ def _layout_problems(config: RunConfig, vocab_size: int) -> Iterator[str]:
         "model.hidden_size": model.hidden_size,
         "the padded vocabulary (model.vocab_padding_multiple)": model.padded_vocab_size(vocab_size),
     }
-    if layout.sequence_parallel:
-        divided["data.sequence_length (with parallel.sequence_parallel)"] = (
-            config.data.sequence_length
-        )
     for key, value in divided.items():
         if value % tensor:
             yield (
                 f"{key}: {value} is not divisible by parallel.tensor_model_parallel_size ({tensor}); "
                 f"nearest that are: {_nearest(value, tensor)}"
             )
-    chunks = layout.pipeline_model_parallel_size * (
-        layout.virtual_pipeline_model_parallel_size or 1
-    )
-    if model.num_layers % chunks:
+    yield from _sequence_problems(config)
+    yield from _stage_problems(model.num_layers, layout)
+
+
+def _sequence_problems(config: RunConfig) -> Iterator[str]:
+    """A context-parallel rank takes two pieces of each sequence, so that causal attention is shared evenly."""
+    layout, length = config.parallel, config.data.sequence_length
+    pieces, factors = 1, []
+    if layout.context_parallel_size > 1:
+        pieces = 2 * layout.context_parallel_size
+        factors.append(f"2 x parallel.context_parallel_size {layout.context_parallel_size}")
+    if layout.sequence_parallel:
+        pieces *= layout.tensor_model_parallel_size
+        factors.append(
+            f"parallel.tensor_model_parallel_size {layout.tensor_model_parallel_size} with sequence_parallel"
+        )
+    if length % pieces:
         yield (
-            f"model.num_layers: {model.num_layers} is not divisible by the {chunks} pipeline chunks (parallel."
-            "pipeline_model_parallel_size x parallel.virtual_pipeline_model_parallel_size); nearest that are: "
-            f"{_nearest(model.num_layers, chunks)}"
+            f"data.sequence_length: {length} is not divisible by {pieces} ({' x '.join(factors)}); nearest that are: "
+            f"{_nearest(length, pieces)}"
+        )
+
+
+def _stage_problems(num_layers: int, layout: ParallelLayout) -> Iterator[str]:
+    """Each pipeline chunk holds as many layers as any other, but for the uneven first and last stages."""
+    virtual = layout.virtual_pipeline_model_parallel_size or 1
+    for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+        layers = getattr(layout, key)
+        if layers is not None and layers % virtual:
+            yield (
+                f"parallel.{key}: {layers} is not divisible by parallel.virtual_pipeline_model_parallel_size "
+                f"({virtual}); nearest that are: {_nearest(layers, virtual)}"
+            )
+    layers, stages = layout.layers_left(num_layers)
+    uneven = (
+        "" if layers == num_layers else f", of which {num_layers - layers} are in uneven stages,"
+    )
+    if stages == 0:
+        if layers:
+            yield (
+                f"model.num_layers: {num_layers}{uneven} leaves {layers} for no stage; make parallel."
+                "num_layers_in_first_pipeline_stage and ..last.. add up to it, or set one to null"
+            )
+    elif layers < stages * virtual or layers % (stages * virtual):
+        fitting = _nearest(max(layers, 0), stages * virtual, offset=num_layers - layers)
+        yield (
+            f"model.num_layers: {num_layers}{uneven} is not divisible by the {stages * virtual} pipeline chunks "
+            "(parallel.pipeline_model_parallel_size x parallel.virtual_pipeline_model_parallel_size); nearest that "
+            f"are: {fitting}"
         )
 
 
@@ -254,7 +318,9 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
         plans,
         config.precision,
         tensor_parallel=config.parallel.tensor_model_parallel_size,
-        tokens=config.data.sequence_length * config.train.micro_batch_size,
+        tokens=config.data.sequence_length
+        // config.parallel.context_parallel_size
+        * config.train.micro_batch_size,
     )
 
 
@@ -273,6 +339,6 @@ def _schedule_problems(config: RunConfig) -> Iterator[str]:
         )
 
 
-def _nearest(value: int, multiple: int) -> str:
+def _nearest(value: int, multiple: int, *, offset: int = 0) -> str:
     below = value // multiple * multiple
-    return ", ".join(str(item) for item in (below, below + multiple) if item > 0)
+    return ", ".join(str(item + offset) for item in (below, below + multiple) if item > 0)

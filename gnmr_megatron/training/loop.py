@@ -15,11 +15,12 @@ from gnmr_megatron.data.batches import Batch, TrainBatches
 from gnmr_megatron.distributed.consensus import verify_decision
 from gnmr_megatron.distributed.process_groups import gather_from_all
 from gnmr_megatron.errors import DivergenceError
-from gnmr_megatron.training.checkpoint import Checkpointer
 from gnmr_megatron.training.config import TrainSettings
 from gnmr_megatron.training.evaluation import Evaluation
 from gnmr_megatron.training.interruption import Interruption
+from gnmr_megatron.training.pipeline import RankStatus
 from gnmr_megatron.training.recorder import RecordsRun
+from gnmr_megatron.training.saving import Saving
 from gnmr_megatron.training.state import TrainState
 from gnmr_megatron.training.step import StepResult, TrainStep
 
@@ -64,7 +65,7 @@ class Trainer:
     step: TrainStep
     batches: TrainingBatches
     evaluation: Evaluation
-    checkpointer: Checkpointer
+    saving: Saving
     recorder: RecordsRun
     units: UnitTable
 
@@ -74,17 +75,15 @@ class Trainer:
         Raises:
             DivergenceError: too many steps in a row were not finite; names the units.
             ConsensusError: ranks took different decisions.
+            CheckpointError: the last step could not be saved.
         """
         stopped = False
-        saved_step = self.state.step
         with Interruption() as interruption:
             while self.state.step < self.settings.steps and not stopped:
                 result = self._one_step(stop_requested=interruption.is_requested)
                 stopped = result.batch.stop_requested
                 if self._is_due(self.settings.eval_interval) and not stopped:
                     self.recorder.evaluation(self.state.step, self.evaluation())
-                if self._is_due(self.settings.checkpoint_interval) and not stopped:
-                    saved_step = self._save("periodic")
             is_complete = self.state.step >= self.settings.steps
             if (
                 is_complete
@@ -92,8 +91,7 @@ class Trainer:
                 and not self._is_due(self.settings.eval_interval)
             ):
                 self.recorder.evaluation(self.state.step, self.evaluation())
-            if saved_step != self.state.step:
-                self._save("final" if is_complete else "signal")
+            self.saving.at_end(self.state, "final" if is_complete else "signal")
         reason: FinishReason = "completed" if is_complete else "signal"
         self.recorder.finish(self.state, reason=reason)
         return reason
@@ -102,7 +100,8 @@ class Trainer:
         started = time.perf_counter()
         recovered = self.step.controller.recovery_set
         number = self.state.step + 1
-        result = self.step(self.batches.next_step(), step=number, stop_requested=stop_requested)
+        status = RankStatus(stop_requested=stop_requested, is_writing=self.saving.is_writing)
+        result = self.step(self.batches.next_step(), step=number, status=status)
         self.state.step = number
         self.state.consumed_samples += self.settings.global_batch_size
         self.state.consumed_tokens += result.batch.tokens
@@ -110,6 +109,7 @@ class Trainer:
             verify_decision(result.decision)
         self.recorder.step(self.state, result, recovered, seconds=time.perf_counter() - started)
         self._note_skip(result)
+        self.saving.after_step(self.state, anyone_writes=result.batch.is_writing)
         return result
 
     def _note_skip(self, result: StepResult) -> None:
@@ -159,7 +159,3 @@ class Trainer:
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self.state.step % interval == 0
-
-    def _save(self, kind: Literal["periodic", "signal", "final"]) -> int:
-        self.recorder.checkpoint(self.state.step, self.checkpointer.save(self.state), kind=kind)
-        return self.state.step

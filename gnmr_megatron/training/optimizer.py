@@ -45,13 +45,6 @@ class ClippingOptimizer:
             )
         return bool(self.engine.step_with_ready_grads())
 
-    def load_engine_state(self, state: Any) -> None:
-        """Take moments and main parameters from a checkpoint, but keep the learning rates of the settings."""
-        kept = [(group["max_lr"], group["min_lr"]) for group in self.engine.param_groups]
-        self.engine.load_state_dict(state)
-        for group, (max_lr, min_lr) in zip(self.engine.param_groups, kept, strict=True):
-            group["max_lr"], group["min_lr"] = max_lr, min_lr
-
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""

@@ -16,18 +16,36 @@ from gnmr_megatron.data.batches import Batch
 
 
 @dataclass(frozen=True)
+class RankStatus:
+    """What a rank tells all others once a step; it travels with the loss, so that no collective is added.
+
+    Attributes:
+        stop_requested: whether it was asked to stop.
+        is_writing: whether it is still writing its part of a checkpoint.
+    """
+
+    stop_requested: bool = False
+    is_writing: bool = False
+
+
+NOTHING_TO_TELL = RankStatus()
+
+
+@dataclass(frozen=True)
 class BatchLoss:
     """Mean loss of a batch over all ranks.
 
     Attributes:
         loss: mean cross-entropy in nats a token.
         tokens: tokens it is the mean of.
-        stop_requested: whether any rank asked to stop.
+        stop_requested: whether any rank was asked to stop.
+        is_writing: whether any rank is still writing its part of a checkpoint.
     """
 
     loss: float
     tokens: int
     stop_requested: bool
+    is_writing: bool
 
 
 class PipelinedModel:
@@ -51,6 +69,10 @@ class PipelinedModel:
         self.chunks = list(chunks)
         self._sequence_length, self._micro_batch_size = sequence_length, micro_batch_size
         self._device = device
+        self._context = (
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_context_parallel_world_size(),
+        )
         self._schedule = get_forward_backward_func()
 
     def zero_grad_buffers(self) -> None:
@@ -59,15 +81,15 @@ class PipelinedModel:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # DDP's
 
     def forward_backward(
-        self, batches: Sequence[Batch], *, stop_requested: bool = False
+        self, batches: Sequence[Batch], status: RankStatus = NOTHING_TO_TELL
     ) -> BatchLoss:
         """Accumulate the gradients of this replica's microbatches, reduced over replicas.
 
         Args:
             batches: microbatches of this data-parallel rank.
-            stop_requested: this rank's wish to stop; travels with the loss, so that no collective is added.
+            status: of this rank.
         """
-        return self._run(batches, forward_only=False, stop_requested=stop_requested)
+        return self._run(batches, status, forward_only=False)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> BatchLoss:
@@ -75,13 +97,13 @@ class PipelinedModel:
         for chunk in self.chunks:
             chunk.eval()
         try:
-            return self._run(batches, forward_only=True, stop_requested=False)
+            return self._run(batches, NOTHING_TO_TELL, forward_only=True)
         finally:
             for chunk in self.chunks:
                 chunk.train()
 
     def _run(
-        self, batches: Sequence[Batch], *, forward_only: bool, stop_requested: bool
+        self, batches: Sequence[Batch], status: RankStatus, *, forward_only: bool
     ) -> BatchLoss:
         iterators = [iter(batches) for _ in self.chunks]
         reports = self._schedule(
@@ -93,12 +115,12 @@ class PipelinedModel:
             micro_batch_size=self._micro_batch_size,
             forward_only=forward_only,
         )
-        return self._agree(reports, stop_requested=stop_requested)
+        return self._agree(reports, status)
 
     def _forward_step(
         self, iterator: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[Tensor, Any]:
-        batch = next(iterator).to(self._device)
+        batch = next(iterator).of_context_rank(*self._context).to(self._device)
         output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
 
         def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -107,9 +129,9 @@ class PipelinedModel:
 
         return output, loss_function
 
-    def _agree(self, reports: Sequence[dict[str, Tensor]], *, stop_requested: bool) -> BatchLoss:
-        """Sum losses, tokens and wishes to stop over all ranks in one all-reduce."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self._device)
+    def _agree(self, reports: Sequence[dict[str, Tensor]], status: RankStatus) -> BatchLoss:
+        """Sum losses and tokens, and count what ranks have to tell, in one all-reduce."""
+        sums = torch.zeros(4, dtype=torch.float64, device=self._device)
         speaks = (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -117,7 +139,8 @@ class PipelinedModel:
         if speaks:
             for report in reports:
                 sums[:2] += report["loss"].double()
-        sums[2] = float(stop_requested)
+        sums[2], sums[3] = float(status.stop_requested), float(status.is_writing)
         dist.all_reduce(sums)
-        total, tokens, wishes = sums.tolist()
-        return BatchLoss(total / tokens if tokens else float("nan"), int(tokens), wishes > 0)
+        total, tokens, stopping, writing = sums.tolist()
+        loss = total / tokens if tokens else float("nan")
+        return BatchLoss(loss, int(tokens), stopping > 0, writing > 0)

@@ -48,7 +48,7 @@ class RecordsRun(Protocol):
     def evaluation(self, step: int, result: HeldOutLoss) -> None:
         """Held-out loss was measured."""
 
-    def checkpoint(self, step: int, saved: SavedCheckpoint, *, kind: str) -> None:
+    def checkpoint(self, saved: SavedCheckpoint, *, kind: str) -> None:
         """A checkpoint was written."""
 
     def fault(self, step: int, *, kind: str, message: str, units: Sequence[str] = ()) -> None:
@@ -74,7 +74,7 @@ class NullRecorder:
     def evaluation(self, step: int, result: HeldOutLoss) -> None:
         """Nothing."""
 
-    def checkpoint(self, step: int, saved: SavedCheckpoint, *, kind: str) -> None:
+    def checkpoint(self, saved: SavedCheckpoint, *, kind: str) -> None:
         """Nothing."""
 
     def fault(self, step: int, *, kind: str, message: str, units: Sequence[str] = ()) -> None:
@@ -208,13 +208,14 @@ class RunRecorder:
             )
         )
 
-    def checkpoint(self, step: int, saved: SavedCheckpoint, *, kind: str) -> None:
+    def checkpoint(self, saved: SavedCheckpoint, *, kind: str) -> None:
         """Write where the checkpoint lies."""
         self._record(
             CheckpointEvent(
-                step=step,
+                step=saved.step,
                 path=str(saved.path),
                 seconds=saved.seconds,
+                blocked_seconds=saved.blocked_seconds,
                 bytes=saved.num_bytes,
                 kind=kind,
             )

@@ -32,7 +32,7 @@ from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, RiskC
 from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.distributed.ownership import owned_gradients
 from gnmr_megatron.distributed.process_groups import gather_from_all, start_process_groups
-from gnmr_megatron.errors import ConfigError, GnmrError
+from gnmr_megatron.errors import CheckpointError, ConfigError, GnmrError
 from gnmr_megatron.models import te_adapter
 from gnmr_megatron.models.discovery import local_linears
 from gnmr_megatron.models.llama import (
@@ -52,7 +52,8 @@ from gnmr_megatron.observability.risk_matrix import read_risk_matrix
 from gnmr_megatron.precision.config import PrecisionConfig
 from gnmr_megatron.precision.fusion import fused_kernels_are_used, use_fused_kernels
 from gnmr_megatron.precision.registry import precision_path
-from gnmr_megatron.training.checkpoint import Checkpointer, latest_checkpoint
+from gnmr_megatron.training.checkpoint import Checkpointer
+from gnmr_megatron.training.checkpoint_files import PARTIAL, leftovers, put_aside, remove
 from gnmr_megatron.training.config import RunConfig, validate
 from gnmr_megatron.training.config_files import write_config
 from gnmr_megatron.training.evaluation import Evaluation
@@ -61,6 +62,7 @@ from gnmr_megatron.training.optimizer import ClippingOptimizer, build_optimizer,
 from gnmr_megatron.training.pipeline import PipelinedModel
 from gnmr_megatron.training.recorder import NullRecorder, RecordsRun, RunRecorder
 from gnmr_megatron.training.run_folder import RunFolder, choose_run_folder
+from gnmr_megatron.training.saving import Saving
 from gnmr_megatron.training.state import TrainState
 from gnmr_megatron.training.step import TrainStep
 
@@ -112,8 +114,9 @@ def set_up(config: RunConfig) -> Trainer:
         controller=controller,
         layout=config.parallel,
         identity=_identity(config, units, data.tokenizer_fingerprint),
+        settings=config.checkpoint,
     )
-    state, history_restarted = _resume(config, folder, checkpointer, controller)
+    state, troubles = _resume(config, folder, checkpointer, controller)
     switchboard.request(controller.recovery_set)
 
     model = PipelinedModel(
@@ -137,6 +140,9 @@ def set_up(config: RunConfig) -> Trainer:
         controller,
         switchboard,
     )
+    recorder = _recorder(
+        config, folder, units, state, vocab_size=data.vocab_size, troubles=troubles, device=device
+    )
     return Trainer(
         settings=config.train,
         check_interval=config.gnmr.check_interval,
@@ -152,16 +158,8 @@ def set_up(config: RunConfig) -> Trainer:
             switchboard,
             on_recovery=config.gnmr.mode != "disabled",
         ),
-        checkpointer=checkpointer,
-        recorder=_recorder(
-            config,
-            folder,
-            units,
-            state,
-            vocab_size=data.vocab_size,
-            history_restarted=history_restarted,
-            device=device,
-        ),
+        saving=Saving(config.checkpoint, checkpointer, recorder, saved_step=state.step),
+        recorder=recorder,
         units=units,
     )
 
@@ -309,28 +307,66 @@ def _identity(config: RunConfig, units: UnitTable, tokenizer: str) -> dict[str, 
 
 def _resume(
     config: RunConfig, folder: RunFolder, checkpointer: Checkpointer, controller: DecidesRecovery
-) -> tuple[TrainState, bool]:
-    """The state to start from, and whether the history was restarted because the batch size changed."""
-    path = latest_checkpoint(folder.checkpoints) if folder.is_resumed else None
-    if path is None:
-        return TrainState(
+) -> tuple[TrainState, list[tuple[str, str]]]:
+    """The state to start from, and kind and message of each trouble on the way to it."""
+    path, troubles = _whole_checkpoint(folder, checkpointer)
+    state = (
+        TrainState(
             train_samples=config.train_samples, global_batch_size=config.train.global_batch_size
-        ), False
+        )
+        if path is None
+        else _load_state(config, path, checkpointer)
+    )
+    if state.global_batch_size != config.train.global_batch_size:
+        if isinstance(controller, Controller):
+            controller.restart_history()
+        troubles.append(
+            (
+                "history_restart",
+                "train.global_batch_size changed, so gradient norms are not comparable: history starts anew",
+            )
+        )
+    state.global_batch_size = config.train.global_batch_size
+    if dist.get_rank() == 0 and folder.is_resumed:
+        for unfinished in leftovers(folder.checkpoints, PARTIAL):
+            remove(unfinished)
+        put_aside(folder.checkpoints, after_step=state.step)
+    return state, troubles
+
+
+def _whole_checkpoint(
+    folder: RunFolder, checkpointer: Checkpointer
+) -> tuple[Path | None, list[tuple[str, str]]]:
+    """The first candidate that is whole, and what was wrong with those before it.
+
+    Raises:
+        CheckpointError: there are candidates, but none is whole.
+    """
+    troubles = []
+    for path in folder.candidates:
+        try:
+            checkpointer.check(path)
+        except CheckpointError as error:
+            if path == folder.candidates[-1]:
+                raise
+            troubles.append(("checkpoint_damaged", str(error)))
+        else:
+            return path, troubles
+    return None, troubles
+
+
+def _load_state(config: RunConfig, path: Path, checkpointer: Checkpointer) -> TrainState:
     state = checkpointer.load(path)
     wanted = (
         state.consumed_samples + (config.train.steps - state.step) * config.train.global_batch_size
     )
     if wanted > state.train_samples:
         raise ConfigError(
-            f"train.steps: {config.train.steps} needs {wanted} training sequences, but the order of the run in "
-            f"{folder.path} was planned for {state.train_samples}; start such runs with data.train_samples set "
+            f"train.steps: {config.train.steps} needs {wanted} training sequences, but the order of the run that "
+            f"saved {path} was planned for {state.train_samples}; start such runs with data.train_samples set "
             "high enough, or lower train.steps"
         )
-    restarted = state.global_batch_size != config.train.global_batch_size
-    if restarted and isinstance(controller, Controller):
-        controller.restart_history()
-    state.global_batch_size = config.train.global_batch_size
-    return state, restarted
+    return state
 
 
 def _recorder(
@@ -340,7 +376,7 @@ def _recorder(
     state: TrainState,
     *,
     vocab_size: int,
-    history_restarted: bool,
+    troubles: Sequence[tuple[str, str]],
     device: torch.device,
 ) -> RecordsRun:
     if dist.get_rank() != 0:
@@ -354,12 +390,8 @@ def _recorder(
         world_size=dist.get_world_size(),
         environment=_environment(device),
     )
-    if history_restarted:
-        recorder.fault(
-            state.step,
-            kind="history_restart",
-            message="train.global_batch_size changed, so gradient norms are not comparable: history starts anew",
-        )
+    for kind, message in troubles:
+        recorder.fault(state.step, kind=kind, message=message)
     return recorder
 
 

@@ -13,7 +13,7 @@ from gnmr_megatron.data.batches import Batch
 from gnmr_megatron.distributed.consensus import MeasuresNorms, UnitNorms
 from gnmr_megatron.models.switchboard import Switchboard
 from gnmr_megatron.training.optimizer import ClippingOptimizer
-from gnmr_megatron.training.pipeline import BatchLoss, PipelinedModel
+from gnmr_megatron.training.pipeline import NOTHING_TO_TELL, BatchLoss, PipelinedModel, RankStatus
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class StepResult:
     """What one step did.
 
     Attributes:
-        batch: loss, tokens and wishes to stop.
+        batch: loss and tokens, and what any rank had to tell.
         norms: gradient norms before clipping.
         updated: whether the weights changed; not where loss or gradient were not finite.
         learning_rate: of this step.
@@ -49,19 +49,19 @@ class TrainStep:
     switchboard: Switchboard
 
     def __call__(
-        self, batches: Sequence[Batch], *, step: int, stop_requested: bool = False
+        self, batches: Sequence[Batch], *, step: int, status: RankStatus = NOTHING_TO_TELL
     ) -> StepResult:
         """Take one optimizer step.
 
         Args:
             batches: microbatches of this data-parallel rank.
             step: 1-based number of this step.
-            stop_requested: whether this rank was asked to stop.
+            status: what this rank has to tell all others.
         """
         self.switchboard.start_step(step)  # every forward and backward of the step sees one path
         self.model.zero_grad_buffers()
         self.optimizer.zero_grad()
-        batch = self.model.forward_backward(batches, stop_requested=stop_requested)
+        batch = self.model.forward_backward(batches, status)
         found_inf = self.optimizer.prepare_grads()  # gradients are reduced and unscaled now
         norms = self.consensus.unit_norms()  # the only reduction of norms; also what clipping needs
         is_finite = not found_inf and math.isfinite(batch.loss) and math.isfinite(norms.global_norm)

@@ -32,7 +32,7 @@ def settings(dataset, runs_dir, **changes):
             "data.datasets": f"[{dataset}]",
             "runs_dir": runs_dir,
             "train.steps": STEPS,
-            "train.checkpoint_interval": SAVED,
+            "checkpoint.interval": SAVED,
             "precision.rounding": "stochastic",
             **changes,
         }
@@ -158,7 +158,7 @@ def test_control_can_be_turned_on_in_a_run_that_started_without_it(dataset, tmp_
 
 def test_sigterm_saves_exits_with_zero_and_can_be_resumed(dataset, tmp_path):
     arguments = settings(
-        dataset, tmp_path, **PP2, **{"train.steps": 5000, "train.checkpoint_interval": 0}
+        dataset, tmp_path, **PP2, **{"train.steps": 5000, "checkpoint.interval": 0}
     )
     process = subprocess.Popen(
         [sys.executable, "-m", "gnmr_megatron", "train", *arguments],
