@@ -55,7 +55,7 @@ te-conformance:
 	.venv-te/bin/python -m pytest tests/conformance -v -W ignore
 
 bench: setup
-	$(BIN)/python tools/benchmark_decide.py
+	$(BIN)/python tools/simulate_scale.py
 	$(BIN)/python tools/benchmark_control.py
 	$(BIN)/python tools/benchmark_precision.py kernels
 	$(BIN)/python tools/benchmark_precision.py memory
