@@ -6,6 +6,7 @@
      ├─ DataError          a corpus, tokenizer or dataset
      ├─ CheckpointError    a checkpoint that cannot be written or read
      ├─ ConsensusError     ranks that disagree on a decision
+     ├─ ClusterError       ranks or nodes that are lost
      ├─ DivergenceError    training stopped because losses or gradients were not finite
      └─ EngineError        megatron-core or torch lacks something that is needed
 
@@ -38,6 +39,10 @@ class CheckpointError(GnmrError):
 
 class ConsensusError(GnmrError):
     """Ranks hold different unit tables or took different decisions."""
+
+
+class ClusterError(GnmrError):
+    """Ranks gave up their lives or cannot be reached."""
 
 
 class DivergenceError(GnmrError):

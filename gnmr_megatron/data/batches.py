@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class Batch:
 
     def _parts(self) -> tuple[Tensor, ...]:
         return (self.tokens, self.labels, self.loss_mask, self.position_ids)
+
+
+class GivesBatches(Protocol):
+    """What the training loop asks of the data."""
+
+    def next_step(self) -> list[Batch]:
+        """Microbatches of the coming step."""
 
 
 def _collate(samples: Sequence[dict[str, Tensor]]) -> Batch:

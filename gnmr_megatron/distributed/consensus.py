@@ -41,6 +41,9 @@ class MeasuresNorms(Protocol):
     def unit_norms(self) -> UnitNorms:
         """Norms of the gradients that are ready now."""
 
+    def is_finite_here(self) -> bool:
+        """Whether the gradients that this rank speaks for are finite; for steps that went wrong."""
+
 
 class RiskConsensus:
     """The risk vector: one float64 sum of squares per unit, and one for the rest of the model.
@@ -71,6 +74,10 @@ class RiskConsensus:
         squares = self._vector.cpu().numpy()
         return UnitNorms(np.sqrt(squares[:-1]), float(np.sqrt(squares.sum())))
 
+    def is_finite_here(self) -> bool:
+        """See `MeasuresNorms`."""
+        return not self._gradients or bool(tensor_norms(self._gradients).isfinite().all())
+
 
 class EngineNorm:
     """megatron-core's own norm and reduction, for training without control; knows no units."""
@@ -81,6 +88,10 @@ class EngineNorm:
     def unit_norms(self) -> UnitNorms:
         """The global norm alone."""
         return UnitNorms(np.zeros(0), float(self._optimizer.get_grad_norm()))
+
+    def is_finite_here(self) -> bool:
+        """Not known: the engine tells the norm of all ranks."""
+        return True
 
 
 def verify_decision(decision: Decision) -> None:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, but not in __all__
+from torch.distributed import (  # type: ignore[attr-defined]  # HashStore is public, but not in __all__
+    HashStore,
+    PrefixStore,
+)
+from torch.distributed.rendezvous import rendezvous
 
 from gnmr_megatron.distributed.cpu_adapter import enable_cpu
 from gnmr_megatron.distributed.engine_compat import check_engine
 from gnmr_megatron.distributed.layout import ParallelLayout
+from gnmr_megatron.distributed.watchdog import KeyValueStore
 
 T = TypeVar("T")
 
@@ -40,7 +47,12 @@ def start_process_groups(layout: ParallelLayout, *, seed: int, timeout: timedelt
     if dist.is_initialized():
         pass  # a world that the caller has joined already
     elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        fresh = PrefixStore(_agree_on_attempt(store, rank, world_size), store)
+        dist.init_process_group(
+            backend, timeout=timeout, store=fresh, rank=rank, world_size=world_size
+        )
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(
@@ -51,6 +63,41 @@ def start_process_groups(layout: ParallelLayout, *, seed: int, timeout: timedelt
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return device
+
+
+def _agree_on_attempt(store: Any, rank: int, world_size: int) -> str:
+    """A name that the ranks of this start share with no earlier one.
+
+    torchrun keeps one store over its restarts, and counts restarts for each node by itself: addresses of an earlier
+    attempt would be found as if they were of this one, and ranks hang (pytorch/pytorch#135712). So each rank asks
+    under a name of its own, which overwrites what an earlier process left, and rank 0 answers until all have heard.
+    """
+    own = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"attempt/asks/{rank}", own)
+        attempt: str = store.get(f"attempt/answer/{own}").decode()
+        store.set(f"attempt/{attempt}/heard/{rank}", "")
+        return attempt
+    answered: dict[int, bytes] = {}
+    missing = set(range(1, world_size))
+    while missing:
+        for other in sorted(missing):
+            asks = store.get(f"attempt/asks/{other}")
+            if answered.get(other) != asks:
+                store.set(f"attempt/answer/{asks.decode()}", own)
+                answered[other] = asks
+            if store.check([f"attempt/{own}/heard/{other}"]):
+                missing.discard(other)
+        time.sleep(0.01)
+    return own
+
+
+def own_store() -> KeyValueStore:
+    """A connection of its own to the store through which the ranks met, for use by another thread."""
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = default.clone()
+    store.set_timeout(timedelta(seconds=10))
+    return store
 
 
 def stop_process_groups() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from pathlib import Path
 
 
 class AppendFile:
     """Appends records without a buffer, so that each one survives the death of the process.
 
-    A record that doesn't fit on the disk is taken back before the error goes up: a half one would shift every record
-    after it.
+    A record that doesn't fit on the disk is taken back: a half one would shift every record after it. It waits in
+    memory, with those after it, until the disk takes them.
 
     Args:
         path: file, made where there is none.
@@ -18,13 +19,23 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
+        self._waiting: deque[bytes] = deque()
 
     def append(self, record: bytes) -> None:
-        """Write a record.
+        """Write a record, behind those that wait.
 
         Raises:
-            OSError: the file cannot take it; the file is as before.
+            OSError: the file cannot take it now; it is tried again by the next call.
         """
+        self._waiting.append(record)
+        self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        while self._waiting:
+            self._write(self._waiting[0])
+            self._waiting.popleft()
+
+    def _write(self, record: bytes) -> None:
         end = os.fstat(self._file.fileno()).st_size
         rest = memoryview(record)
         try:
@@ -35,10 +46,17 @@ class AppendFile:
             raise
 
     def close(self) -> None:
-        """Bring everything to the disk and close the file; a second call does nothing."""
+        """Bring everything to the disk and close the file; a second call does nothing.
+
+        Raises:
+            OSError: records still wait, and the disk does not take them; they are lost.
+        """
         if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            try:
+                self._write_waiting()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
 
 
 def replace_file(path: Path, content: bytes) -> None:

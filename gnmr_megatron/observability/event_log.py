@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from gnmr_megatron.errors import DataError
 from gnmr_megatron.observability.append_file import AppendFile
-from gnmr_megatron.observability.events import Event, from_line, to_line
+from gnmr_megatron.observability.events import Event, FinishEvent, from_line, to_line
 
 FILE = "events.jsonl"
 SUPERSEDED = "events.superseded.jsonl"
@@ -19,9 +19,13 @@ class EventLog:
 
     Args:
         folder: run folder.
+
+    Attributes:
+        broken_off_after: last step of the attempt before, where that ended without a finish; else None.
     """
 
     def __init__(self, folder: Path) -> None:
+        self.broken_off_after: int | None = None
         self._file = AppendFile(folder / FILE)
 
     @classmethod
@@ -35,7 +39,7 @@ class EventLog:
         Raises:
             DataError: a line among those to be kept is broken; names file and line.
         """
-        path = folder / FILE
+        path, last = folder / FILE, None
         if path.exists():
             temporary = path.with_name(FILE + ".tmp")
             with (
@@ -43,7 +47,7 @@ class EventLog:
                 temporary.open("wb") as kept,
                 (folder / SUPERSEDED).open("ab") as dead,
             ):
-                _sort(lines, step, kept=kept, dead=dead)
+                last = _sort(lines, step, kept=kept, dead=dead)
                 has_dead = lines.tell() != kept.tell()
                 for file in (dead, kept):  # on the disk before the old file goes
                     file.flush()
@@ -54,7 +58,10 @@ class EventLog:
                 temporary.unlink()
             if (folder / SUPERSEDED).stat().st_size == 0:
                 (folder / SUPERSEDED).unlink()
-        return cls(folder)
+        log = cls(folder)
+        if last is not None and not isinstance(last, FinishEvent):
+            log.broken_off_after = last.step
+        return log
 
     def append(self, event: Event) -> None:
         """Write an event; it is with the operating system when this returns."""
@@ -65,12 +72,19 @@ class EventLog:
         self._file.close()
 
 
-def _sort(lines: BinaryIO, step: int, *, kept: BinaryIO, dead: BinaryIO) -> None:
-    """Copy each line to `kept` or to `dead`; a broken one may stand only behind those that are kept."""
-    broken = ""
+def _sort(lines: BinaryIO, step: int, *, kept: BinaryIO, dead: BinaryIO) -> Event | None:
+    """Copy each line to `kept` or to `dead`; a broken one may stand only behind those that are kept.
+
+    Returns:
+        The last event that is whole.
+    """
+    broken, last = "", None
     for number, line in enumerate(lines, start=1):
         try:
-            is_kept = line.endswith(b"\n") and _belongs(from_line(line), step)
+            is_kept = False
+            if line.endswith(b"\n"):
+                last = from_line(line)
+                is_kept = _belongs(last, step)
         except ValueError as error:
             is_kept, broken = False, broken or f"{lines.name}:{number}: {error}"
         if is_kept and broken:
@@ -78,6 +92,7 @@ def _sort(lines: BinaryIO, step: int, *, kept: BinaryIO, dead: BinaryIO) -> None
         (kept if is_kept else dead).write(line)
         if not line.endswith(b"\n"):
             dead.write(b"\n")
+    return last
 
 
 def _belongs(event: Event, step: int) -> bool:

@@ -11,9 +11,10 @@ from gnmr_megatron.data.config import DataConfig
 from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.errors import ConfigError, LayoutError
 from gnmr_megatron.models.config import LlamaConfig
-from gnmr_megatron.models.precision_plan import plan_problems, plan_units
+from gnmr_megatron.models.precision_plan import model_units, plan_problems, plan_units
 from gnmr_megatron.observability.config import TrackingConfig
 from gnmr_megatron.precision.config import PrecisionConfig
+from gnmr_megatron.training.fault_settings import Fault, fault_problems, parse_fault
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,9 @@ class TrainSettings:
     timeout_minutes: float = 30.0
     """Give up on a collective after this time."""
 
+    hang_timeout_seconds: float = 600.0
+    """End the run, and name the ranks that hold it up, where a rank makes no progress for so long."""
+
     def __post_init__(self) -> None:
         for key in (
             "steps",
@@ -114,8 +118,9 @@ class TrainSettings:
                 raise ConfigError(f"train.{key}: {getattr(self, key)} must be at least 1")
         if self.eval_interval < 0:
             raise ConfigError(f"train.eval_interval: {self.eval_interval} must not be negative")
-        if self.timeout_minutes <= 0:
-            raise ConfigError(f"train.timeout_minutes: {self.timeout_minutes} must be positive")
+        for key in ("timeout_minutes", "hang_timeout_seconds"):
+            if getattr(self, key) <= 0:
+                raise ConfigError(f"train.{key}: {getattr(self, key)} must be positive")
 
     def engine_fields(self) -> dict[str, Any]:
         """Fields of megatron-core's `TransformerConfig`."""
@@ -150,9 +155,14 @@ class CheckpointSettings:
     keep_every: int | None = None
     """Never remove those whose step is a multiple of this; null keeps none for its step."""
 
+    stop_seconds: float = 25.0
+    """Give up on the checkpoint of a signal after this time, and say so; torchrun kills what runs after 30 seconds."""
+
     def __post_init__(self) -> None:
         if self.interval < 0:
             raise ConfigError(f"checkpoint.interval: {self.interval} must not be negative")
+        if self.stop_seconds <= 0:
+            raise ConfigError(f"checkpoint.stop_seconds: {self.stop_seconds} must be positive")
         for key in ("keep_last", "keep_every"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -186,11 +196,25 @@ class RunConfig:
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    """Faults to make happen, for tests and drills: see docs/faults.md."""
+
     def __post_init__(self) -> None:
+        self.parsed_faults()
         if not self.name or "/" in self.name or self.name.startswith("."):
             raise ConfigError(
                 f"name: '{self.name}' must be a folder name without '/' and leading '.'"
             )
+
+    def parsed_faults(self) -> list[Fault]:
+        """The faults that are to happen.
+
+        Raises:
+            ConfigError: one of them is malformed.
+        """
+        return [
+            parse_fault(item, where=f"faults[{index}]") for index, item in enumerate(self.faults)
+        ]
 
     @property
     def train_samples(self) -> int:
@@ -210,6 +234,9 @@ def validate(config: RunConfig, *, world_size: int, vocab_size: int) -> None:
         *_batch_problems(config, replicas),
         *precision_problems(config),
         *_schedule_problems(config),
+        *fault_problems(
+            config.parsed_faults(), [unit.id for unit in model_units(config.model)], world_size
+        ),
     ]
     if problems:
         raise LayoutError("\n".join(problems))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -46,6 +46,18 @@ class BatchLoss:
     tokens: int
     stop_requested: bool
     is_writing: bool
+
+
+class RunsBatches(Protocol):
+    """What the training step asks of the model."""
+
+    def zero_grad_buffers(self) -> None:
+        """Forget the gradients of the last step."""
+
+    def forward_backward(
+        self, batches: Sequence[Batch], status: RankStatus = NOTHING_TO_TELL
+    ) -> BatchLoss:
+        """Accumulate the gradients of a batch."""
 
 
 class PipelinedModel:

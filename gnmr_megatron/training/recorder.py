@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +28,7 @@ from gnmr_megatron.observability.events import (
     StepEvent,
 )
 from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter
+from gnmr_megatron.observability.spikes import SpikeDetector
 from gnmr_megatron.observability.trackers import Tracker, make_trackers
 from gnmr_megatron.training.checkpoint import SavedCheckpoint
 from gnmr_megatron.training.config import RunConfig
@@ -51,8 +54,16 @@ class RecordsRun(Protocol):
     def checkpoint(self, saved: SavedCheckpoint, *, kind: str) -> None:
         """A checkpoint was written."""
 
-    def fault(self, step: int, *, kind: str, message: str, units: Sequence[str] = ()) -> None:
-        """Something went wrong and was survived."""
+    def fault(
+        self,
+        step: int,
+        *,
+        kind: str,
+        message: str,
+        rank: int | None = None,
+        units: Sequence[str] = (),
+    ) -> None:
+        """Something went wrong; `rank` where it concerns one."""
 
     def finish(self, state: TrainState, *, reason: str) -> None:
         """The run ends."""
@@ -77,7 +88,15 @@ class NullRecorder:
     def checkpoint(self, saved: SavedCheckpoint, *, kind: str) -> None:
         """Nothing."""
 
-    def fault(self, step: int, *, kind: str, message: str, units: Sequence[str] = ()) -> None:
+    def fault(
+        self,
+        step: int,
+        *,
+        kind: str,
+        message: str,
+        rank: int | None = None,
+        units: Sequence[str] = (),
+    ) -> None:
         """Nothing."""
 
     def finish(self, state: TrainState, *, reason: str) -> None:
@@ -103,6 +122,9 @@ class RunRecorder:
         self._units, self._log, self._matrix, self._trackers = units, log, matrix, trackers
         self._seconds = 0.0
         self._last_selected: list[int] = []
+        self._spikes = SpikeDetector()
+        self._lock = threading.RLock()
+        self._unwritten_since: int | None = None
         self._last_loss = float("nan")
 
     @classmethod
@@ -155,6 +177,14 @@ class RunRecorder:
                 environment=dict(environment),
             )
         )
+        if log.broken_off_after is not None:
+            dead = range(state.step + 1, log.broken_off_after + 1)
+            again = f"; steps {dead[0]} to {dead[-1]} are taken again" if dead else ""
+            recorder.fault(
+                state.step,
+                kind="restart",
+                message=f"the attempt before ended in or after step {log.broken_off_after} without a finish{again}",
+            )
         return recorder
 
     def step(
@@ -184,8 +214,18 @@ class RunRecorder:
             )
         )
         self._decision(decision)
+        expected = self._spikes.threshold()
+        if self._spikes.add(loss):
+            self.fault(
+                state.step,
+                kind="loss_spike",
+                units=[self._units.ids[index] for index in decision.selected],
+                message=f"loss {loss:.4f} is above {expected:.4f}, the mean of the last steps and 6 deviations; units "
+                "are those that recover from the next step on",
+            )
         if self._matrix is not None:
-            self._matrix.append(
+            append = partial(
+                self._matrix.append,
                 step=state.step,
                 updated=result.updated,
                 global_norm=result.norms.global_norm,
@@ -195,6 +235,7 @@ class RunRecorder:
                 recovered=recovered,
                 selected=decision.selected,
             )
+            self._to_disk(state.step, append)
 
     def evaluation(self, step: int, result: HeldOutLoss) -> None:
         """Write the held-out loss."""
@@ -221,10 +262,18 @@ class RunRecorder:
             )
         )
 
-    def fault(self, step: int, *, kind: str, message: str, units: Sequence[str] = ()) -> None:
-        """Write what was survived."""
+    def fault(
+        self,
+        step: int,
+        *,
+        kind: str,
+        message: str,
+        rank: int | None = None,
+        units: Sequence[str] = (),
+    ) -> None:
+        """Write what went wrong."""
         self._record(
-            FaultEvent(step=step, kind=kind, rank=None, units=list(units), message=message)
+            FaultEvent(step=step, kind=kind, rank=rank, units=list(units), message=message)
         )
 
     def finish(self, state: TrainState, *, reason: str) -> None:
@@ -268,5 +317,21 @@ class RunRecorder:
         self._last_selected = selected
 
     def _record(self, event: Event) -> None:
-        self._log.append(event)
-        self._trackers.record(event)
+        with self._lock:  # the watchdog's thread tells of faults, too
+            self._to_disk(event.step, partial(self._log.append, event))
+            self._trackers.record(event)
+
+    def _to_disk(self, step: int, write: Callable[[], None]) -> None:
+        """Write to a file of the run; what a full disk does not take waits in memory, and is told once."""
+        try:
+            write()
+        except OSError as error:
+            if self._unwritten_since is None:
+                self._unwritten_since = step
+                self.fault(
+                    step,
+                    kind="disk_full",
+                    message=f"the run folder cannot be written ({error}); training goes on, records wait in memory",
+                )
+        else:
+            self._unwritten_since = None

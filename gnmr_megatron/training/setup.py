@@ -25,13 +25,19 @@ from megatron.core.transformer.module import Float16Module
 from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.control.controller import Controller, DecidesRecovery, DisabledController
 from gnmr_megatron.control.units import UnitTable
+from gnmr_megatron.data.batches import GivesBatches
 from gnmr_megatron.data.dataset import open_datasets
 from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.distributed import engine_compat
 from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, RiskConsensus
 from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.distributed.ownership import owned_gradients
-from gnmr_megatron.distributed.process_groups import gather_from_all, start_process_groups
+from gnmr_megatron.distributed.process_groups import (
+    gather_from_all,
+    own_store,
+    start_process_groups,
+)
+from gnmr_megatron.distributed.watchdog import Watchdog
 from gnmr_megatron.errors import CheckpointError, ConfigError, GnmrError
 from gnmr_megatron.models import te_adapter
 from gnmr_megatron.models.discovery import local_linears
@@ -54,17 +60,19 @@ from gnmr_megatron.precision.fusion import fused_kernels_are_used, use_fused_ker
 from gnmr_megatron.precision.registry import precision_path
 from gnmr_megatron.training.checkpoint import Checkpointer
 from gnmr_megatron.training.checkpoint_files import PARTIAL, leftovers, put_aside, remove
-from gnmr_megatron.training.config import RunConfig, validate
+from gnmr_megatron.training.config import RunConfig, TrainSettings, validate
 from gnmr_megatron.training.config_files import write_config
 from gnmr_megatron.training.evaluation import Evaluation
+from gnmr_megatron.training.faults import FaultInjection
 from gnmr_megatron.training.loop import Trainer, TrainingBatches
 from gnmr_megatron.training.optimizer import ClippingOptimizer, build_optimizer, build_scheduler
-from gnmr_megatron.training.pipeline import PipelinedModel
+from gnmr_megatron.training.pipeline import PipelinedModel, RunsBatches
 from gnmr_megatron.training.recorder import NullRecorder, RecordsRun, RunRecorder
 from gnmr_megatron.training.run_folder import RunFolder, choose_run_folder
 from gnmr_megatron.training.saving import Saving
 from gnmr_megatron.training.state import TrainState
 from gnmr_megatron.training.step import TrainStep
+from gnmr_megatron.training.supervision import end_hanging_run, tell_slow_step
 
 
 def set_up(config: RunConfig) -> Trainer:
@@ -132,25 +140,40 @@ def set_up(config: RunConfig) -> Trainer:
         valid_samples=config.train.eval_samples,
         seed=config.seed,
     )
+    recorder = _recorder(
+        config, folder, units, state, vocab_size=data.vocab_size, troubles=troubles, device=device
+    )
+    batches: GivesBatches = TrainingBatches.of(
+        datasets.train, config.train, state, num_workers=config.data.num_workers
+    )
+    trained: RunsBatches = model
+    if config.faults:
+        batches = trained = FaultInjection(
+            config.parsed_faults(),
+            batches=batches,
+            model=model,
+            linears=linears,
+            unit_ids=[plan.unit.id for plan in plans],
+            recorder=recorder,
+            folder=folder.path,
+            rank=dist.get_rank(),
+            step=state.step,
+            vocab_size=data.vocab_size,
+        )
     step = TrainStep(
-        model,
+        trained,
         optimizer,
         scheduler,
         _norms(config.gnmr, chunks, optimizer, units, linears, device),
         controller,
         switchboard,
     )
-    recorder = _recorder(
-        config, folder, units, state, vocab_size=data.vocab_size, troubles=troubles, device=device
-    )
     return Trainer(
         settings=config.train,
         check_interval=config.gnmr.check_interval,
         state=state,
         step=step,
-        batches=TrainingBatches.of(
-            datasets.train, config.train, state, num_workers=config.data.num_workers
-        ),
+        batches=batches,
         evaluation=Evaluation.of(
             datasets.valid,
             config.train,
@@ -161,6 +184,7 @@ def set_up(config: RunConfig) -> Trainer:
         saving=Saving(config.checkpoint, checkpointer, recorder, saved_step=state.step),
         recorder=recorder,
         units=units,
+        watchdog=_watchdog(config.train, recorder),
     )
 
 
@@ -367,6 +391,18 @@ def _load_state(config: RunConfig, path: Path, checkpointer: Checkpointer) -> Tr
             "high enough, or lower train.steps"
         )
     return state
+
+
+def _watchdog(settings: TrainSettings, recorder: RecordsRun) -> Watchdog:
+    rank = dist.get_rank()
+    return Watchdog(
+        own_store(),
+        rank=rank,
+        world_size=dist.get_world_size(),
+        hang_seconds=settings.hang_timeout_seconds,
+        on_slow=tell_slow_step(recorder),
+        on_hang=end_hanging_run(recorder, rank=rank, hang_seconds=settings.hang_timeout_seconds),
+    )
 
 
 def _recorder(

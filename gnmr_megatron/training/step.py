@@ -13,7 +13,7 @@ from gnmr_megatron.data.batches import Batch
 from gnmr_megatron.distributed.consensus import MeasuresNorms, UnitNorms
 from gnmr_megatron.models.switchboard import Switchboard
 from gnmr_megatron.training.optimizer import ClippingOptimizer
-from gnmr_megatron.training.pipeline import NOTHING_TO_TELL, BatchLoss, PipelinedModel, RankStatus
+from gnmr_megatron.training.pipeline import NOTHING_TO_TELL, BatchLoss, RankStatus, RunsBatches
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepResult:
 class TrainStep:
     """The parts of a step; each stands for itself and can be another of the same interface."""
 
-    model: PipelinedModel
+    model: RunsBatches
     optimizer: ClippingOptimizer
     scheduler: Any
     consensus: MeasuresNorms
