@@ -25,6 +25,10 @@ VERBS = {
         "gnmr_megatron.cli.units",
         "show which path each projection runs on, and what it keeps",
     ),
+    "checkpoint": (
+        "gnmr_megatron.cli.checkpoint",
+        "list, verify and prune the checkpoints of a run",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

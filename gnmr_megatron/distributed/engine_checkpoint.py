@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import pickle  # only in _MetadataReader, which refuses all but the classes of .metadata
 import queue
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -188,13 +189,23 @@ def check_pickles(folder: Path) -> None:
     Raises:
         CheckpointError: names the file and the class.
     """
+    name = METADATA
     try:
         with (folder / METADATA).open("rb") as file:
             _MetadataReader(file).load()
+        name = COMMON
+        torch.load(folder / COMMON, weights_only=True)
     except pickle.UnpicklingError as error:
+        what = str(error).partition("\n")[0] if name == METADATA else _unsafe_class(error)
         raise CheckpointError(
-            f"{folder / METADATA}: {error}; it is not loaded, since it may run code: use a checkpoint that you trust"
+            f"{folder / name}: {what}; it is not loaded, since it may run code: use a checkpoint that you trust"
         ) from error
+
+
+def _unsafe_class(error: Exception) -> str:
+    """What torch would not load, out of its long advice."""
+    found = re.search(r"(?:GLOBAL|function) (?:'|`)?([\w.]+)", str(error))
+    return f"holds {found[1]}, which is no tensor" if found else "holds more than tensors"
 
 
 _METADATA_CLASSES = {

@@ -102,6 +102,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._since = time.monotonic()
+        self._publish(0.0)
         self._thread.start()
         return self
 

@@ -89,10 +89,11 @@ def lost_ranks(watchdog: Watchdog, recorder: RecordsRun, error: Exception) -> Cl
             f"({_first_line(problem)}): the first node or the network to it is lost; restart the run with "
             "--resume auto"
         )
-    silent = [place.rank for place in places if not place.answers]
-    if not silent:
+    silent_places = [place for place in places if not place.answers]
+    if not silent_places:
         return None
-    message = f"lost {names_of(silent)}: {describe(places)}"
+    silent = [place.rank for place in silent_places]
+    message = f"lost {names_of(silent)}: {describe(silent_places)}"
     recorder.fault(
         max(place.step for place in places),
         kind="lost_rank",

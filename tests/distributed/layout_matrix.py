@@ -62,10 +62,17 @@ LAYOUTS = {
 WORLD_SIZES = {name: size for size, layouts in LAYOUTS.items() for name in layouts}
 ALL = {name: settings for layouts in LAYOUTS.values() for name, settings in layouts.items()}
 MATRIX_STEPS = 60
-FP32 = {"precision.low": "fp32", "precision.recovery": "fp32"}
+SAVED_STEP = 30
+LONG = {
+    "precision.low": "fp32",
+    "precision.recovery": "fp32",
+    "train.steps": MATRIX_STEPS,
+    "optimizer.decay_steps": MATRIX_STEPS,
+    "checkpoint.interval": SAVED_STEP,
+}
 PRECISIONS = {
-    "exact": FP32 | {"train.steps": MATRIX_STEPS},
-    "tied": FP32 | {"model.tie_embeddings": "true", "train.steps": MATRIX_STEPS},
+    "exact": LONG,
+    "tied": LONG | {"model.tie_embeddings": "true"},
     "bf16": {"precision.low": "bf16", "precision.recovery": "bf16", "model.dtype": "bf16"},
     "int4": {"precision.low": "saved_int4", "precision.recovery": "saved_int8"},
     # blocks of 32 values never cross the shards
@@ -85,6 +92,26 @@ CHECKED = {
     "mx": ["tp2_sp", "pp2", "dp2_sharded_gather", "tp2_pp2_sp"],
     "fp8": ["tp2", "tp2_sp", "pp2"],
 }
+RECOMPUTED = ("saved_int4", "fp4_e2m1", "deepseek_fp6", "torch_fp8_rowwise")
+MODES = {  # of INT4, on one process
+    "static_low": {"gnmr.policy": "static_low"},
+    "static_high": {"gnmr.policy": "static_high"},
+    "monitor": {"gnmr.mode": "monitor"},
+    "disabled": {"gnmr.mode": "disabled"},
+    "replay": {"gnmr.policy": "replay", "gnmr.trace": "int4.one"},
+    "all_int8": {"precision.low": "saved_int8"},
+    **{
+        f"{path}.{recompute}": {
+            "precision.low": path,
+            "precision.rounding": "stochastic",
+            "precision.group_size": 16,
+            "train.recompute": recompute,
+            "train.steps": 6,
+        }
+        for path in RECOMPUTED
+        for recompute in ("none", "core_attn", "full")
+    },
+}
 PAIRS = [(precision, layout) for precision, names in CHECKED.items() for layout in names]
 
 
@@ -103,6 +130,14 @@ def case(name, settings, runs_dir, dataset):
     """Command-line options of a run of the tiny model."""
     where = {"data.datasets": f"[{dataset}]", "runs_dir": runs_dir, "name": name}
     return options({**TINY, **settings, **where})
+
+
+def mode_case(name, runs_dir, dataset):
+    """Options of a run in another mode."""
+    settings = PRECISIONS["int4"] | MODES[name]
+    if "gnmr.trace" in settings:
+        settings["gnmr.trace"] = runs_dir / settings["gnmr.trace"]
+    return case(name, settings, runs_dir, dataset)
 
 
 def matrix_cases(world_size, runs_dir, dataset):

@@ -1,6 +1,7 @@
 """Trains the cases of a JSON file one after the other in the processes that torchrun started.
 
-One launch a world size, because starting processes costs more than running a small case.
+One launch a world size, because starting processes costs more than running a small case. A case that begins with
+`resave` only loads its checkpoint and saves it again in its own layout.
 """
 
 import json
@@ -18,9 +19,15 @@ def main(cases_file):
     from gnmr_megatron.training.setup import set_up
 
     for arguments in json.loads(Path(cases_file).read_text()):
-        config, _ = parse_run(run_parser("worker", description="", epilog=""), arguments)
+        resaves = arguments[0] == "resave"
+        config, _ = parse_run(
+            run_parser("worker", description="", epilog=""), arguments[1:] if resaves else arguments
+        )
         trainer = set_up(config)
-        trainer.train()
+        if resaves:
+            trainer.saving.checkpointer.save(trainer.state)
+        else:
+            trainer.train()
         trainer.recorder.close()
         parallel_state.destroy_model_parallel()  # the world stays: a second one cannot be joined
 

@@ -1,0 +1,135 @@
+"""What one layout saved, every other one loads: to the bit, and it goes on as if it had saved it itself.
+
+A layout that has loaded a checkpoint saves it again; the new one must hold the same tensors. Since that is shown for
+every layout and for checkpoints of each kind of optimizer, it holds for every pair.
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from gnmr_megatron.training.checkpoint_files import CheckpointDescription
+from tests.conftest import TINY
+from tests.distributed.layout_matrix import (
+    ALL,
+    LAYOUTS,
+    MATRIX_STEPS,
+    PRECISIONS,
+    SAVED_STEP,
+    WORLD_SIZES,
+    case,
+    launch,
+    losses,
+)
+
+PLAIN, SHARDED = "tp2_pp2_sp", "dp2_sharded_gather"
+STEPS = {"exact": SAVED_STEP, "bf16": TINY["train.steps"]}
+RESAVED = [
+    *(("exact", source, target) for source in (PLAIN, SHARDED) for target in ALL),
+    *(
+        ("bf16", source, target)
+        for source in ("pp2", SHARDED)
+        for target in ("one", "tp2", SHARDED)
+    ),
+]
+WENT_ON = [
+    ("tp2_dp2_sharded", "pp2_vpp2"),
+    ("pp2_vpp2", "tp2_cp2_sp"),
+    ("cp2", "tp4_sp"),
+    ("dp2", "dp2_sharded_gather"),
+    ("dp2_sharded_gather", "pp2_dp2"),
+    ("pp4", "one"),
+    ("tp2_pp2_sp", "pp2_uneven"),
+]
+LAST_STEP = SAVED_STEP + 6
+# where each kind of optimizer keeps FP32 main parameters; a plain FP32 model is its own
+MAIN = {"distributed": "optimizer.state.param.", "mixed_precision": "optimizer.state.fp32_param."}
+
+
+def checkpoint(run, step):
+    return run / f"checkpoints/step_{step:08d}"
+
+
+def name_of(precision, source, target, what):
+    return f"{what}.{precision}.{source}.{target}"
+
+
+@pytest.fixture(scope="module")
+def resharded(runs, dataset):
+    """Folder of runs that loaded another layout's checkpoint and saved it again, or went on from it."""
+    wanted = [("resave", *item) for item in RESAVED]
+    wanted += [("go_on", "exact", *pair) for pair in WENT_ON]
+    for world_size in LAYOUTS:
+        cases = []
+        for what, precision, source, target in wanted:
+            if WORLD_SIZES[target] != world_size:
+                continue
+            name = name_of(precision, source, target, what)
+            origin = runs / f"{precision}.{source}"
+            last = f"step_{MATRIX_STEPS:08d}"
+            shutil.copytree(origin, runs / name, ignore=shutil.ignore_patterns(last))
+            settings = PRECISIONS[precision] | ALL[target]
+            settings["resume"] = checkpoint(runs / name, STEPS[precision])
+            if what == "go_on":
+                settings |= {"train.steps": LAST_STEP, "checkpoint.interval": 0}
+            arguments = case(name, settings, runs, dataset)
+            cases.append(["resave", *arguments] if what == "resave" else arguments)
+        launch(world_size, cases, runs)
+    return runs
+
+
+def tensors(path):
+    """All tensors of a checkpoint, whole, as torch itself reads them."""
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    content = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(content, checkpoint_id=path, no_dist=True)
+    return content
+
+
+def canonical(path):
+    """Tensors of a checkpoint with main parameters under one name, where they are."""
+    prefix = MAIN.get(CheckpointDescription.read(path).optimizer)
+    found = {}
+    for key, tensor in tensors(path).items():
+        is_main = prefix is not None and key.startswith(prefix)
+        found[f"main.{key.removeprefix(prefix)}" if is_main else key] = tensor
+    if not any(key.startswith("main.") for key in found):
+        weights = [key for key in found if not key.startswith("optimizer.")]
+        found |= {f"main.{key}": found[key] for key in weights}
+    return found
+
+
+@pytest.mark.parametrize(("precision", "source", "target"), RESAVED)
+def test_a_checkpoint_that_another_layout_saves_again_is_the_same(
+    resharded, precision, source, target
+):
+    before = checkpoint(resharded / f"{precision}.{source}", STEPS[precision])
+    run = resharded / name_of(precision, source, target, "resave")
+    after = checkpoint(run, STEPS[precision])
+    assert CheckpointDescription.read(after).layout["world_size"] == WORLD_SIZES[target]
+    assert CheckpointDescription.read(after).state == CheckpointDescription.read(before).state
+    expected, found = canonical(before), canonical(after)
+    assert found.keys() == expected.keys()
+    assert len(found) > 40  # weights, main weights and two moments of each
+    different = [key for key, tensor in found.items() if not torch.equal(tensor, expected[key])]
+    assert not different
+
+
+@pytest.mark.parametrize(("source", "target"), WENT_ON)
+def test_a_run_that_goes_on_in_another_layout_is_that_of_one_process(resharded, source, target):
+    run, one = resharded / name_of("exact", source, target, "go_on"), resharded / "exact.one"
+    assert len(losses(run)) == LAST_STEP
+    np.testing.assert_allclose(losses(run), losses(one)[:LAST_STEP], rtol=1e-5)
+    ours, reference = read_risk_matrix(run), read_risk_matrix(one)
+    np.testing.assert_allclose(ours.norms, reference.norms[:LAST_STEP], rtol=1e-5)
+    np.testing.assert_array_equal(ours.selected, reference.selected[:LAST_STEP])
+    assert reference.recovered[SAVED_STEP:LAST_STEP].any()
