@@ -14,6 +14,7 @@ import os
 import pickle  # only in _MetadataReader, which refuses all but the classes of .metadata
 import queue
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class PlannedSave:
             )
             _, result = outcome.get()
             if isinstance(result, Exception):
-                raise result
+                raise self._as_os_error(result)
             results += result
         return WrittenParts([bucket[1] for bucket in self._buckets], results)
 
@@ -100,10 +101,20 @@ class PlannedSave:
             OSError: the disk does not take them.
         """
         vars(self._metadata).pop("all_local_plans", None)  # the engine's cache of plans
-        self._writer.finish(self._metadata, [parts.results for parts in everyone])
-        save_config(CheckpointingConfig(BACKEND, VERSION), str(self._folder))
-        torch.save({}, self._folder / COMMON)  # the engine looks for it
+        try:
+            self._writer.finish(self._metadata, [parts.results for parts in everyone])
+            save_config(CheckpointingConfig(BACKEND, VERSION), str(self._folder))
+            torch.save({}, self._folder / COMMON)  # the engine looks for it
+        except RuntimeError as error:
+            raise self._as_os_error(error) from error
         return [METADATA, CONFIG_FNAME, COMMON]
+
+    def _as_os_error(self, error: Exception) -> OSError:
+        """What torch's writer says of a full disk is neither an OSError nor does it name the disk."""
+        if isinstance(error, OSError):
+            return error
+        free = shutil.disk_usage(self._folder).free
+        return OSError(f"torch could not write a file; {free / 1e6:,.1f} MB are free on the disk")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
 from gnmr_megatron.errors import ConfigError, did_you_mean
+from gnmr_megatron.training.checkpoint_files import split_resume
 from gnmr_megatron.training.config import RunConfig
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -106,7 +107,8 @@ def with_resume(arguments: Sequence[str]) -> list[str]:
     runs = _values("--resume", arguments)
     if not runs or runs[-1] in ("latest", "auto") or _values("--config", arguments):
         return arguments
-    return ["--config", str(Path(runs[-1]) / "config.yaml"), *arguments]
+    folder, _ = split_resume(Path(runs[-1]))
+    return ["--config", str(folder / "config.yaml"), *arguments]
 
 
 def _sections(config_class: type) -> dict[str, type]:

@@ -67,6 +67,7 @@ def kill_once(runs_dir, dataset, delay):
     time.sleep(delay)
     os.kill(process.pid, signal.SIGKILL)  # its writing child has to go by itself
     process.wait()
+    process.stdout.close()
     deadline = time.monotonic() + 10
     while group_lives(process.pid):
         assert time.monotonic() < deadline, "a writer outlived its process"
