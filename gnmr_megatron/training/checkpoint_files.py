@@ -121,7 +121,7 @@ class CheckpointDescription:
             content = json.loads((path / DESCRIPTION).read_text())
             digest = content.pop("sha256")
             schema = content.pop("schema_version")
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
                 f"{path}: is no complete checkpoint ({error}); choose another one"
             ) from error

@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gnmr_megatron.data.batches import TrainBatches, fixed_batches
+from gnmr_megatron.data.batches import Batch, TrainBatches, fixed_batches
 from gnmr_megatron.data.config import DataConfig
 from gnmr_megatron.data.dataset import open_datasets
 from gnmr_megatron.data.manifest import describe_datasets
@@ -169,3 +169,15 @@ def test_a_split_without_held_out_text_is_refused(prepared):
 def test_values_out_of_range_are_refused_by_their_keys(fields, message):
     with pytest.raises(ConfigError, match=message):
         DataConfig(**fields)
+
+
+def test_context_parallel_ranks_share_a_sequence_from_both_ends():
+    tokens = torch.arange(16).view(1, 16)
+    batch = Batch(tokens, tokens + 1, tokens.float(), tokens)
+    parts = [batch.of_context_rank(rank, 2) for rank in range(2)]
+    assert parts[0].tokens.tolist() == [[0, 1, 2, 3, 12, 13, 14, 15]]
+    assert parts[1].tokens.tolist() == [[4, 5, 6, 7, 8, 9, 10, 11]]
+    assert all(torch.equal(part.labels, part.tokens + 1) for part in parts)
+    # as many keys before the tokens of either rank
+    assert len({int(part.position_ids.sum()) for part in parts}) == 1
+    assert batch.of_context_rank(0, 1) is batch

@@ -107,7 +107,43 @@ VPP2 = "--parallel.virtual_pipeline_model_parallel_size=2"
         ([TP2, "--model.vocab_padding_multiple=1"], "the padded vocabulary"),
         (
             [TP2, "--parallel.sequence_parallel=true", "--data.sequence_length=33"],
-            "data.sequence_length (with parallel.sequence_parallel): 33 is not divisible",
+            "data.sequence_length: 33 is not divisible by 2 (parallel.tensor_model_parallel_size 2 with "
+            "sequence_parallel); nearest that are: 32, 34",
+        ),
+        (
+            [
+                TP2,
+                "--parallel.sequence_parallel=true",
+                "--parallel.context_parallel_size=2",
+                "--data.sequence_length=36",
+            ],
+            "data.sequence_length: 36 is not divisible by 8 (2 x parallel.context_parallel_size 2 x parallel.tensor_",
+        ),
+        (
+            [PP2, "--model.num_layers=8", "--parallel.num_layers_in_first_pipeline_stage=8"],
+            "model.num_layers: 8, of which 8 are in uneven stages, is not divisible by the 1 pipeline chunks",
+        ),
+        (
+            [
+                PP2,
+                "--model.num_layers=8",
+                "--parallel.num_layers_in_first_pipeline_stage=1",
+                "--parallel.num_layers_in_last_pipeline_stage=1",
+            ],
+            "leaves 6 for no stage",
+        ),
+        (
+            [
+                "--parallel.pipeline_model_parallel_size=3",
+                "--model.num_layers=8",
+                "--parallel.num_layers_in_last_pipeline_stage=3",
+            ],
+            "8, of which 3 are in uneven stages, is not divisible by the 2 pipeline chunks (parallel.pipeline_"
+            "model_parallel_size x parallel.virtual_pipeline_model_parallel_size); nearest that are: 7, 9",
+        ),
+        (
+            ['--faults=[{"kind": "kill_rank", "step": 3, "rank": 7}]'],
+            "faults[0].rank: 7, but there are 1",
         ),
         (
             [PP2, VPP2, "--train.global_batch_size=6", "--train.eval_samples=6"],

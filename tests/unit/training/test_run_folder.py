@@ -35,8 +35,29 @@ def test_latest_without_a_checkpoint_is_an_error_that_names_the_run(tmp_path):
 def test_auto_starts_anew_where_nothing_can_be_resumed(tmp_path):
     first = choose_run_folder(tmp_path, "tiny", "auto")
     assert not first.is_resumed
-    finish_checkpoint(first.path)
-    assert choose_run_folder(tmp_path, "tiny", "auto") == type(first)(first.path, is_resumed=True)
+
+
+def test_auto_goes_on_in_the_newest_folder_with_all_its_checkpoints_the_newest_first(tmp_path):
+    runs = [choose_run_folder(tmp_path, "tiny", None).path for _ in range(2)]
+    finish_checkpoint(runs[0])
+    begun = choose_run_folder(tmp_path, "tiny", "auto")  # killed before its first checkpoint
+    assert (begun.path, begun.is_resumed, begun.candidates) == (runs[1], True, ())
+    for step in (10, 20):
+        finish_checkpoint(runs[1], step)
+    found = choose_run_folder(tmp_path, "tiny", "auto")
+    assert [path.name for path in found.candidates] == ["step_00000020", "step_00000010"]
+
+
+def test_a_single_checkpoint_can_be_named(tmp_path):
+    run = choose_run_folder(tmp_path, "tiny", None).path
+    for step in (10, 20):
+        finish_checkpoint(run, step)
+    named = run / "checkpoints/step_00000010"
+    found = choose_run_folder(tmp_path, "other", str(named))
+    assert (found.path, found.candidates) == (run, (named,))
+    assert choose_run_folder(tmp_path, "other", str(run)).candidates[0].name == "step_00000020"
+    with pytest.raises(CheckpointError, match=r"step_00000030 holds no complete checkpoint"):
+        choose_run_folder(tmp_path, "other", str(run / "checkpoints/step_00000030"))
 
 
 def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
