@@ -37,24 +37,25 @@ children_of() {
 
 # Run torchrun with these arguments; returns its exit code.
 run_torchrun() {
-  local agent pid status=0 workers=()
+  local agent status=0 workers=() had_workers=
   asked_to_stop=
   trap 'asked_to_stop=yes' TERM USR1 INT
   (
-    trap '' TERM USR1 INT
+    trap '' TERM USR1 INT # ignored by the processes, too, until they can handle it
     exec "$PYTHON" -m torch.distributed.run "$@"
   ) &
   agent=$!
   wait "$agent" || status=$?
   if [ -n "$asked_to_stop" ] && kill -0 "$agent" 2>/dev/null; then
-    mapfile -t workers < <(children_of "$agent")
-    kill -TERM "${workers[@]}" 2>/dev/null || kill -HUP "$agent" # nothing to save yet
     while kill -0 "$agent" 2>/dev/null; do
-      for pid in $(children_of "$agent"); do
-        # a process that could not handle the signal yet died of it, and the agent started another one
-        [[ " ${workers[*]} " == *" $pid "* ]] || kill -HUP "$agent" 2>/dev/null || true
-      done
-      sleep 0.5 || true # a signal to the whole job ends it
+      mapfile -t workers < <(children_of "$agent")
+      if [ "${#workers[@]}" -gt 0 ]; then
+        had_workers=yes
+        kill -TERM "${workers[@]}" 2>/dev/null || true # again and again: it may still be too early for them
+      elif [ -z "$had_workers" ]; then
+        kill -HUP "$agent" 2>/dev/null || true # nothing has started yet
+      fi
+      sleep 1 || true # a signal to the whole job ends it
     done
     status=0
     wait "$agent" || status=$?

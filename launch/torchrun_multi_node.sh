@@ -49,7 +49,8 @@ nodes=${NNODES:-${SLURM_JOB_NUM_NODES:-${PET_NNODES:-}}}
 head=${HEAD_ADDR:-$(find_head)}
 [ -n "$head" ] || refuse "HEAD_ADDR: is not set, and neither Slurm nor MASTER_ADDR nor HOSTFILE tell it; name one of the nodes"
 node_rank=${NODE_RANK:-${SLURM_NODEID:-${PET_NODE_RANK:-}}}
-processes=${NPROC_PER_NODE:-${PET_NPROC_PER_NODE:-$(default_processes)}}
+processes=${NPROC_PER_NODE:-${PET_NPROC_PER_NODE:-auto}}
+[ "$processes" != auto ] || processes=$(default_processes)
 port=${RDZV_PORT:-29500}
 id=${RDZV_ID:-${SLURM_JOB_ID:-gnmr}}
 logs=${LOG_DIR:-runs/logs}/$(hostname)${node_rank:+-$node_rank}
