@@ -22,5 +22,6 @@ has_option --resume "$@" || set -- "$@" --resume auto
 processes=${NPROC_PER_NODE:-$(default_processes)}
 
 "$PYTHON" -m gnmr_megatron launch --check --nproc-per-node "$processes" "$@"
-run_torchrun --standalone --nproc-per-node "$processes" --max-restarts "${MAX_RESTARTS:-3}" \
+# the address, because a container may not know its own name
+run_torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node "$processes" --max-restarts "${MAX_RESTARTS:-3}" \
   -m gnmr_megatron train "$@"

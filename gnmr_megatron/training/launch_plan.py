@@ -65,6 +65,7 @@ class LaunchPlan:
             meet += ["--rdzv-endpoint", "HEAD_ADDR:29500"]
         has_resume = any(item.split("=")[0] == "--resume" for item in self.arguments)
         return [
+            *("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),  # or a restart meets the old store and hangs
             *("torchrun", *meet, "--nproc-per-node", str(self.nproc_per_node), "--max-restarts", "3"),
             *("-m", "gnmr_megatron", "train", *self.arguments),
             *(() if has_resume else ("--resume", "auto")),
