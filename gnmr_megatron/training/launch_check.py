@@ -128,15 +128,13 @@ def _some(nodes: Sequence[str]) -> str:
 
 def _meet(facts: Mapping[str, str], meeting: Meeting) -> list[tuple[str, Mapping[str, str]]]:
     """Name and facts of every node."""
-    # imported here: one node needs no torch, and torch reads the variable when it is loaded. That the node with the
-    # store has gone home is no news
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # imported here: one node needs no torch, and torch reads the variable when it is loaded. What it logs of a
+    # connection that fails, two pages of addresses, is told below in a line
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    from gnmr_megatron.distributed.process_groups import gather_from_all
 
     try:
         handler = get_rendezvous_handler(
@@ -153,13 +151,15 @@ def _meet(facts: Mapping[str, str], meeting: Meeting) -> list[tuple[str, Mapping
         dist.init_process_group(
             "gloo", store=place.store, rank=place.rank, world_size=place.world_size
         )
-        reports = gather_from_all((socket.gethostname(), os.getpid(), facts))
+        reports: list[Any] = [None] * place.world_size
+        dist.all_gather_object(reports, (socket.gethostname(), os.getpid(), facts))
         dist.barrier()  # the node with the store leaves when all have what they need
         dist.destroy_process_group()
     except (RendezvousError, RuntimeError) as error:
+        reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise GnmrError(
-            f"{meeting.nodes} nodes did not meet at {meeting.endpoint}: {' '.join(str(error).split())}; check that all "
-            "were started, that HEAD_ADDR is the same everywhere and its ports are open, and the interface (NIC)"
+            f"{meeting.nodes} nodes did not meet at {meeting.endpoint} ({reason}); check that all were started, that "
+            "HEAD_ADDR is the same everywhere and its ports are open, and the interface (NIC)"
         ) from error
     hosts = Counter(host for host, _, _ in reports)
     return [
