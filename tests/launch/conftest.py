@@ -79,7 +79,7 @@ def start(tmp_path):
             script.wait(10)
 
 
-def wait_until(condition, script, *, seconds=60):
+def wait_until(condition, script, *, seconds=120):
     """Poll until a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition():

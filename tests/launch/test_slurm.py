@@ -53,7 +53,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def wait_until(condition, *, seconds=60):
+def wait_until(condition, *, seconds=100):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

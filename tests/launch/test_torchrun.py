@@ -45,7 +45,7 @@ def two_nodes(start, script, first, second):
         start(script, *arguments, NODE_RANK=str(rank), LOG_DIR="logs", **shared)
         for rank, arguments in enumerate((first, second))
     ]
-    codes = [node.wait(90) for node in nodes]
+    codes = [node.wait(150) for node in nodes]
     return codes, [node.output for node in nodes], time.monotonic() - started
 
 
@@ -62,7 +62,7 @@ def test_a_killed_process_restarts_from_its_checkpoint_and_sigusr1_saves_and_end
     assert restarted > 3
     wait_until(lambda: events(run, StepEvent)[-1].step > restarted, script)
     script.process.send_signal(signal.SIGUSR1)
-    assert script.wait(60) == 0, script.output
+    assert script.wait(120) == 0, script.output
     (finish,) = events(run, FinishEvent)
     assert finish.reason == "signal"
     assert (run / f"checkpoints/step_{finish.step:08d}/checkpoint.json").exists()
@@ -73,7 +73,7 @@ def test_a_killed_process_restarts_from_its_checkpoint_and_sigusr1_saves_and_end
 
 def test_wrong_settings_end_with_2_before_torchrun_starts(tiny, start):
     script = start("torchrun_single_node.sh", "--config", tiny(), "--train.global_batch_size", 7)
-    assert script.wait(30) == 2
+    assert script.wait(60) == 2
     assert "train.global_batch_size: 7 is not divisible by" in script.output
     assert "torch" not in script.output
 
@@ -124,5 +124,5 @@ def test_a_node_that_cannot_start_stops_the_other_one_with_its_reason(tiny, star
 )
 def test_nodes_that_cannot_know_where_to_meet_say_what_to_set(start, environment, message):
     script = start("torchrun_multi_node.sh", **environment)
-    assert script.wait(30) == 2
+    assert script.wait(60) == 2
     assert message in script.output
