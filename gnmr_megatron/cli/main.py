@@ -21,6 +21,10 @@ VERBS = {
         "gnmr_megatron.cli.train",
         "train a LLaMA under GNMR control, on one or many processes",
     ),
+    "launch": (
+        "gnmr_megatron.cli.launch",
+        "show what will run where on a cluster, and start it",
+    ),
     "units": (
         "gnmr_megatron.cli.units",
         "show which path each projection runs on, and what it keeps",
