@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -74,6 +75,12 @@ def owned_range(optimizer: Any, parameter: torch.nn.Parameter) -> slice | None:
     return None
 
 
+def buffered_parameters(optimizer: Any) -> list[torch.nn.Parameter]:
+    """Parameters of a distributed optimizer in the order of its `fully_reshardable` state."""
+    (single,) = single_optimizers(optimizer)
+    return [parameter for buffer in single.buffers for parameter in buffer.param_index_map]
+
+
 def tensor_norms(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of each FP32 tensor, [tensors], in one kernel: that of Transformer Engine or apex, or torch's."""
     if tensors[0].is_cuda and _fused_package(clip_grads.l2_norm_impl):
@@ -94,6 +101,23 @@ def kernels_in_use(device: torch.device) -> dict[str, str]:
         "norms": (on_gpu and _fused_package(clip_grads.l2_norm_impl)) or "torch",
         "gradient_accumulation": "apex" if on_gpu and _has_fused_accumulation() else "torch",
     }
+
+
+@contextlib.contextmanager
+def gathered_parameters(chunks: Iterable[Any]) -> Iterator[None]:
+    """Within the block every rank holds all updated weights; for use between steps, by all ranks.
+
+    With overlapped parameter gathers a rank holds only its own shard of the last update until the next forward pass
+    of training, so whoever saves or evaluates would see older weights.
+    """
+    overlapped = [chunk for chunk in chunks if chunk.use_forward_hook]
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield
+    finally:
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
 
 
 def adam_is_fused() -> bool:

@@ -17,6 +17,7 @@ from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from gnmr_megatron.control.controller import DecidesRecovery
+from gnmr_megatron.distributed import engine_compat
 from gnmr_megatron.distributed.engine_checkpoint import (
     ChildProcess,
     PlannedSave,
@@ -146,7 +147,8 @@ class Checkpointer:
                 if partial.exists():
                     remove(partial)
                 partial.mkdir(parents=True)
-        content, optimizer = self._content(with_random=True)
+        with engine_compat.gathered_parameters(self._chunks):
+            content, optimizer = self._content(with_random=True)
         description = CheckpointDescription(
             step=state.step,
             layout=self._plain_layout(),

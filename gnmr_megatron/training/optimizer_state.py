@@ -51,7 +51,7 @@ class OptimizerState:
         for place, key in list(_places(self._state, LocalNonpersistentObject)):
             place[key] = place[key].unwrap()
         if saved_kind is not None and saved_kind != kind_of(engine):
-            self._take_main_parameters_from(saved_kind, model)
+            self._take_main_parameters_from(saved_kind)
         self._places = list(_places(self._state, ShardedBase))
 
     @property
@@ -86,20 +86,18 @@ class OptimizerState:
         state: dict[str, Any] = self._state
         return state if "param_groups" in state else state["optimizer"]
 
-    def _take_main_parameters_from(self, saved_kind: str, model: Mapping[str, Any]) -> None:
+    def _take_main_parameters_from(self, saved_kind: str) -> None:
         own, saved = MAIN_PARAMETERS[kind_of(self._engine)], MAIN_PARAMETERS[saved_kind]
         if own is None:
             return
-        parameters = {place[key].key: place[key].data for place, key in _places(model, ShardedBase)}
-        for place, key in list(_places(self._state, ShardedBase)):
+        if saved is None:  # the model's parameters, which are loaded by now
+            for number, parameter in enumerate(engine_compat.buffered_parameters(self._engine)):
+                self._state["param_state"][number]["param"] = parameter.detach()
+            return
+        for place, key in _places(self._state, ShardedBase):
             tensor = place[key]
-            if not tensor.key.startswith(own):
-                continue
-            name = tensor.key.removeprefix(own)
-            if saved is None:
-                place[key] = parameters[name].detach()  # loaded with the model
-            else:
-                tensor.key = saved + name
+            if tensor.key.startswith(own):
+                tensor.key = saved + tensor.key.removeprefix(own)
 
 
 def kind_of(engine: Any) -> str:

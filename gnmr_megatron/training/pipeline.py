@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from gnmr_megatron.data.batches import Batch
+from gnmr_megatron.distributed import engine_compat
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class PipelinedModel:
         for chunk in self.chunks:
             chunk.eval()
         try:
-            return self._run(batches, NOTHING_TO_TELL, forward_only=True)
+            with engine_compat.gathered_parameters(self.chunks):
+                return self._run(batches, NOTHING_TO_TELL, forward_only=True)
         finally:
             for chunk in self.chunks:
                 chunk.train()

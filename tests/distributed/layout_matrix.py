@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gnmr_megatron.observability.events import StepEvent, read_events
+from gnmr_megatron.observability.events import EvaluationEvent, StepEvent, read_events
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
 from tests.conftest import TINY, options, prepare_tiny_dataset
 
@@ -69,6 +69,7 @@ LONG = {
     "train.steps": MATRIX_STEPS,
     "optimizer.decay_steps": MATRIX_STEPS,
     "checkpoint.interval": SAVED_STEP,
+    "train.eval_interval": SAVED_STEP,
 }
 PRECISIONS = {
     "exact": LONG,
@@ -121,6 +122,7 @@ class Difference:
 
     steps: int
     losses: float
+    held_out: float
     norms: float
     same_traces: bool
     recovered: int
@@ -172,6 +174,12 @@ def losses(run):
     return np.array([event.loss for event in events if isinstance(event, StepEvent)])
 
 
+def held_out(run):
+    """Loss of every evaluation; 1 where there was none."""
+    events = read_events(run / "events.jsonl")
+    return np.array([e.loss for e in events if isinstance(e, EvaluationEvent)] or [1.0])
+
+
 def compare(run, reference):
     """How far a run is from its reference."""
     ours, theirs = read_risk_matrix(run), read_risk_matrix(reference)
@@ -181,6 +189,7 @@ def compare(run, reference):
     return Difference(
         steps=len(theirs.steps),
         losses=_largest(losses(run), losses(reference)),
+        held_out=_largest(held_out(run), held_out(reference)),
         norms=_largest(norms, expected),
         same_traces=np.array_equal(ours.selected, theirs.selected)
         and np.array_equal(ours.recovered, theirs.recovered),

@@ -37,6 +37,7 @@ def test_losses_and_norms_equal_those_of_one_process(runs, precision, layout):
     loss_tolerance, norm_tolerance = TOLERANCES[precision]
     found = compare(runs / f"{precision}.{layout}", runs / f"{precision}.one")
     assert found.losses <= loss_tolerance
+    assert found.held_out <= loss_tolerance
     assert found.norms <= norm_tolerance
 
 
