@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from gnmr_megatron.distributed.cpu_adapter import enable_cpu
 from gnmr_megatron.distributed.engine_compat import check_engine
 from gnmr_megatron.distributed.layout import ParallelLayout
-from gnmr_megatron.distributed.watchdog import KeyValueStore
+from gnmr_megatron.distributed.watchdog import STORE_SECONDS, KeyValueStore
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def own_store() -> KeyValueStore:
     """A connection of its own to the store through which the ranks met, for use by another thread."""
     default: Any = dist.distributed_c10d._get_default_store()
     store = default.clone()
-    store.set_timeout(timedelta(seconds=10))
+    store.set_timeout(timedelta(seconds=STORE_SECONDS))
     return store
 
 

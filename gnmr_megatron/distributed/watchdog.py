@@ -25,6 +25,9 @@ INTERVAL = 1.0
 LOOK_SECONDS = 3 * INTERVAL
 """How long it takes to see who gives signs of life."""
 
+STORE_SECONDS = 10.0
+"""A store that does not answer for so long is lost."""
+
 SLOW_FACTOR, SLOW_SECONDS = 5.0, 5.0
 """A step is slow that takes so many times the usual time, and at least so many seconds."""
 
@@ -98,17 +101,23 @@ class Watchdog:
         self._told_step = -1
         self._beat = 0
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        # a store whose host is gone may block whoever asks it: publishing and judging are apart
+        self._threads = [
+            threading.Thread(target=target, name=f"watchdog {target.__name__}", daemon=True)
+            for target in (self._keep_publishing, self._watch)
+        ]
 
     def __enter__(self) -> Watchdog:
         self._since = time.monotonic()
-        self._publish(0.0)
-        self._thread.start()
+        self._publish()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stopped.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join(STORE_SECONDS)
 
     def progress(self, step: int, activity: str) -> None:
         """Note that this rank begins something else; costs a microsecond."""
@@ -126,11 +135,7 @@ class Watchdog:
             RuntimeError: the store does not answer.
         """
         before = self._read()
-        for _ in range(
-            round(LOOK_SECONDS / INTERVAL)
-        ):  # others look for this rank's signs of life, too
-            time.sleep(INTERVAL)
-            self._publish(time.monotonic() - self._since)
+        time.sleep(LOOK_SECONDS)
         after = self._read()
         found = []
         for rank in range(self._world_size):
@@ -160,7 +165,6 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(INTERVAL):
             idle = time.monotonic() - self._since
-            self._publish(idle)
             if idle > self._hang_seconds:
                 self._on_hang(self._places_or_own())
                 return
@@ -173,15 +177,20 @@ class Watchdog:
             return False
         return idle > max(SLOW_SECONDS, SLOW_FACTOR * statistics.median(self._step_seconds))
 
-    def _publish(self, idle: float) -> None:
+    def _keep_publishing(self) -> None:
+        while not self._stopped.wait(INTERVAL):
+            self._publish()
+
+    def _publish(self) -> None:
         self._beat += 1
-        own = self._own_place(idle)
+        own = self._own_place()
         record = json.dumps({**asdict(own), "beat": self._beat})
         with contextlib.suppress(RuntimeError):  # its host is away: others will miss this rank
             self._store.set(f"watchdog/{self._rank}", record)
 
-    def _own_place(self, idle: float) -> RankPlace:
+    def _own_place(self) -> RankPlace:
         step, activity = self._place
+        idle = time.monotonic() - self._since
         frames = _innermost(sys._current_frames().get(self._main_thread))
         if idle < 2 * INTERVAL or not frames:
             return RankPlace(self._rank, step, activity, "", is_waiting=False)
@@ -189,12 +198,17 @@ class Watchdog:
         return RankPlace(self._rank, step, activity, frames[0], is_waiting=is_waiting)
 
     def _places_or_own(self) -> list[RankPlace]:
-        idle = time.monotonic() - self._since
-        try:
-            self._publish(idle)
-            return self.places()
-        except RuntimeError:
-            return [self._own_place(idle)]
+        """The places of all ranks, or of this one where the store does not answer in time."""
+        found: list[RankPlace] = []
+
+        def look() -> None:
+            with contextlib.suppress(RuntimeError):
+                found.extend(self.places())
+
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        looking.join(LOOK_SECONDS + STORE_SECONDS)
+        return list(found) or [self._own_place()]
 
 
 def _innermost(frame: FrameType | None, count: int = 3) -> list[str]:

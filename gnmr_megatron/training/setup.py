@@ -394,14 +394,19 @@ def _load_state(config: RunConfig, path: Path, checkpointer: Checkpointer) -> Tr
 
 
 def _watchdog(settings: TrainSettings, recorder: RecordsRun) -> Watchdog:
-    rank = dist.get_rank()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     return Watchdog(
         own_store(),
         rank=rank,
-        world_size=dist.get_world_size(),
+        world_size=world_size,
         hang_seconds=settings.hang_timeout_seconds,
         on_slow=tell_slow_step(recorder),
-        on_hang=end_hanging_run(recorder, rank=rank, hang_seconds=settings.hang_timeout_seconds),
+        on_hang=end_hanging_run(
+            recorder,
+            rank=rank,
+            world_size=world_size,
+            hang_seconds=settings.hang_timeout_seconds,
+        ),
     )
 
 

@@ -36,7 +36,7 @@ def tell_slow_step(recorder: RecordsRun) -> Callable[[Sequence[RankPlace]], None
 
 
 def end_hanging_run(
-    recorder: RecordsRun, *, rank: int, hang_seconds: float
+    recorder: RecordsRun, *, rank: int, world_size: int, hang_seconds: float
 ) -> Callable[[Sequence[RankPlace]], None]:
     """Ends this process; the first rank that still answers says why, and rank 0 writes it to the log.
 
@@ -45,9 +45,14 @@ def end_hanging_run(
 
     def end(places: Sequence[RankPlace]) -> None:
         stalled = stalled_ranks(places)
+        alone = (
+            ""
+            if len(places) == world_size
+            else "; the store of the run, on the first node, does not answer"
+        )
         message = (
             f"no progress for {hang_seconds:g} s (train.hang_timeout_seconds), waiting for {names_of(stalled)}: "
-            f"{describe(places)}"
+            f"{describe(places)}{alone}"
         )
         if rank == min((place.rank for place in places if place.answers), default=rank):
             sys.stderr.write(f"gnmr-megatron train: rank {rank}: {message}\n")

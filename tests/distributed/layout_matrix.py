@@ -70,6 +70,7 @@ LONG = {
     "optimizer.decay_steps": MATRIX_STEPS,
     "checkpoint.interval": SAVED_STEP,
     "train.eval_interval": SAVED_STEP,
+    "train.micro_batch_size": 4,
 }
 PRECISIONS = {
     "exact": LONG,
