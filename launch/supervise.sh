@@ -7,8 +7,6 @@
 # their step, save and exit with 0, and then so does the agent. SIGHUP still ends it.
 
 export PET_SIGNALS_TO_HANDLE=SIGHUP # torchrun's --signals-to-handle, which old versions do not have
-# torch 2.13 keeps the store of a failed attempt, and the next attempt reads old addresses there and waits for ever
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 PYTHON=${PYTHON:-python3}
 
 # The header of the script.

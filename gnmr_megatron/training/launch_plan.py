@@ -45,11 +45,6 @@ class LaunchPlan:
         return self.nodes * self.nproc_per_node
 
     @property
-    def context_parallel_size(self) -> int:
-        """Processes that share a sequence."""
-        return int(getattr(self.config.parallel, "context_parallel_size", 1))
-
-    @property
     def command(self) -> list[str]:
         """The command of torchrun, the same on every node."""
         meet = ["--standalone"]
@@ -65,7 +60,6 @@ class LaunchPlan:
             meet += ["--rdzv-endpoint", "HEAD_ADDR:29500"]
         has_resume = any(item.split("=")[0] == "--resume" for item in self.arguments)
         return [
-            *("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),  # or a restart meets the old store and hangs
             *("torchrun", *meet, "--nproc-per-node", str(self.nproc_per_node), "--max-restarts", "3"),
             *("-m", "gnmr_megatron", "train", *self.arguments),
             *(() if has_resume else ("--resume", "auto")),
@@ -75,7 +69,7 @@ class LaunchPlan:
         """Node and coordinates of a rank, in Megatron's order tp-cp-dp-pp."""
         layout = self.config.parallel
         rest, tensor = divmod(rank, layout.tensor_model_parallel_size)
-        rest, context = divmod(rest, self.context_parallel_size)
+        rest, context = divmod(rest, self.config.parallel.context_parallel_size)
         stage, replica = divmod(rest, layout.data_parallel(self.world_size))
         node, local_rank = divmod(rank, self.nproc_per_node)
         return Place(rank, node, local_rank, tensor, context, replica, stage)
@@ -85,11 +79,16 @@ class LaunchPlan:
         layout, layers = self.config.parallel, self.config.model.num_layers
         stages = layout.pipeline_model_parallel_size
         chunks = layout.virtual_pipeline_model_parallel_size or 1
-        each = layers // (stages * chunks)
+        left, sharing = layout.layers_left(layers)
+        sizes = [left // sharing // chunks if sharing else 0] * stages
+        if layout.num_layers_in_first_pipeline_stage is not None:
+            sizes[0] = layout.num_layers_in_first_pipeline_stage // chunks
+        if layout.num_layers_in_last_pipeline_stage is not None:
+            sizes[-1] = layout.num_layers_in_last_pipeline_stage // chunks
         plans = plan_units(self.config.model, self.config.precision)
         rows = []
-        for stage in range(stages):
-            starts = [(chunk * stages + stage) * each for chunk in range(chunks)]
+        for stage, each in enumerate(sizes):
+            starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(chunks)]
             held = [
                 plan for plan in plans if any(0 <= plan.unit.layer - start < each for start in starts)
             ]  # fmt: skip
@@ -126,7 +125,7 @@ class LaunchPlan:
         if self.nodes > 1:
             for what, size in (
                 ("tensor", tensor),
-                ("context", tensor * self.context_parallel_size),
+                ("context", tensor * self.config.parallel.context_parallel_size),
             ):
                 if self.nproc_per_node % size:
                     yield (

@@ -1,6 +1,5 @@
 """`gnmr-megatron launch`: the plan against megatron-core's own placement, and what it warns of."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -16,22 +15,21 @@ from gnmr_megatron.training.launch_check import data_hash, differences
 from gnmr_megatron.training.launch_plan import LaunchPlan
 from tests.conftest import run_cli
 
-HAS_CONTEXT = "context_parallel_size" in {f.name for f in dataclasses.fields(ParallelLayout)}
 SIZES = [(2, 1, 2, 2), (4, 1, 3, 2), (1, 1, 5, 4), (8, 1, 1, 1)]
-SIZES += [(2, 2, 3, 2), (1, 4, 2, 3)] if HAS_CONTEXT else []
+SIZES += [(2, 2, 3, 2), (1, 4, 2, 3)]
 LARGE = [
     *("--config", "configs/runs/llama2_13b.yaml", "--parallel.tensor_model_parallel_size", 8),
     *("--parallel.pipeline_model_parallel_size", 4, "--train.micro_batch_size", 1),
 ]
 
 
-def layout(tp, cp, pp, virtual=None):
-    context = {"context_parallel_size": cp} if HAS_CONTEXT else {}
+def layout(tp, cp, pp, virtual=None, **uneven):
     return ParallelLayout(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=virtual,
-        **context,
+        context_parallel_size=cp,
+        **uneven,
     )
 
 
@@ -46,10 +44,24 @@ def test_ranks_have_the_coordinates_that_megatron_gives_them(tp, cp, dp, pp):
             assert [getattr(places[rank], axis) for rank in group] == list(range(len(group)))
 
 
-@pytest.mark.parametrize(("pp", "virtual"), [(1, None), (4, None), (2, 3)])
-def test_stages_hold_the_layers_that_megatron_gives_them(pp, virtual):
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+@pytest.mark.parametrize(
+    ("pp", "virtual", "uneven", "sizes"),
+    [
+        (1, None, {}, [12]),
+        (4, None, {}, [3, 3, 3, 3]),
+        (2, 3, {}, [6, 6]),
+        (4, None, {FIRST: 2, LAST: 2}, [2, 4, 4, 2]),
+        (3, 2, {LAST: 4}, [4, 4, 4]),
+        (2, None, {FIRST: 5}, [5, 7]),
+    ],
+)
+def test_stages_hold_the_layers_that_megatron_gives_them(pp, virtual, uneven, sizes):
     model = LlamaConfig(num_layers=12)
-    plan = LaunchPlan(RunConfig(model=model, parallel=layout(1, 1, pp, virtual)), 1, pp, ())
+    parallel = layout(1, 1, pp, virtual, **uneven)
+    plan = LaunchPlan(RunConfig(model=model, parallel=parallel), 1, pp, ())
     engine = TransformerConfig(
         num_layers=12,
         hidden_size=64,
@@ -57,8 +69,9 @@ def test_stages_hold_the_layers_that_megatron_gives_them(pp, virtual):
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=virtual,
         pipeline_dtype=np.float32,
+        **uneven,
     )
-    for row in plan.stages():
+    for row, size in zip(plan.stages(), sizes, strict=True):
         first = [
             get_transformer_layer_offset(
                 engine, vp_stage=None if virtual is None else chunk, pp_rank=row["stage"]
@@ -66,8 +79,8 @@ def test_stages_hold_the_layers_that_megatron_gives_them(pp, virtual):
             for chunk in range(virtual or 1)
         ]
         assert [start for start, _ in row["layers"]] == first
-        assert sum(last - start + 1 for start, last in row["layers"]) == 12 // pp
-        assert row["units"] == row["projections"] == 4 * 12 // pp
+        assert sum(last - start + 1 for start, last in row["layers"]) == size
+        assert row["units"] == row["projections"] == 4 * size
 
 
 def test_a_thousand_ranks_stay_readable_and_json_has_them_all():

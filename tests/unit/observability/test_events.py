@@ -185,7 +185,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("line", BROKEN)
+@pytest.mark.parametrize("line", BROKEN, ids=map(str, range(len(BROKEN))))
 def test_a_broken_line_is_an_error_with_file_line_and_reason(tmp_path, line):
     path = tmp_path / "events.jsonl"
     path.write_bytes(to_line(step_event(1)).encode() + line + to_line(step_event(2)).encode())
