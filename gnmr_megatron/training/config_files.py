@@ -130,6 +130,23 @@ def _values(option: str, arguments: Sequence[str]) -> list[str]:
     ]
 
 
+def _check_tags(node: yaml.Node, path: Path) -> None:
+    """Refuse values that are no plain ones, such as Python objects."""
+    plain = "tag:yaml.org,2002:"
+    if not node.tag.startswith(plain) or node.tag.startswith(f"{plain}python"):
+        tag = node.tag.replace(plain, "!!")
+        raise ConfigError(
+            f"{path}:{node.start_mark.line + 1}: `{tag}` is no plain value; settings run no code"
+        )
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            for child in pair:
+                _check_tags(child, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for child in node.value:
+            _check_tags(child, path)
+
+
 def _check_keys(path: Path, config_class: type, *, prefix: str) -> None:
     """Refuse unknown keys of a file, and of the files that it names, with line and suggestion."""
     try:
@@ -140,6 +157,7 @@ def _check_keys(path: Path, config_class: type, *, prefix: str) -> None:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
     if root is None:
         raise ConfigError(f"{path}: is empty; put `key: value` settings there")
+    _check_tags(root, path)
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{path}: must hold `key: value` settings")
     _check_mapping(root, path, config_class, prefix=prefix)

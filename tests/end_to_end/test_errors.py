@@ -132,7 +132,9 @@ def test_an_unknown_verb_lists_those_there_are():
     assert "prepare-data" in result.stderr
 
 
-@pytest.mark.parametrize("verb", ["train", "prepare-data", "units", "summary"])
+@pytest.mark.parametrize(
+    "verb", ["train", "prepare-data", "units", "checkpoint", "launch", "summary"]
+)
 def test_every_verb_has_a_help_that_teaches(verb):
     result = run_cli(verb, "--help")
     assert result.returncode == 0

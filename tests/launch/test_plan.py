@@ -103,7 +103,7 @@ def test_a_thousand_ranks_stay_readable_and_json_has_them_all():
     assert plan["batch"]["microbatches"] * 32 * plan["batch"]["micro_batch_size"] == 1024
     assert plan["batch"]["tokens"] == 1024 * 4096
     assert len(plan["commands"]) == 128
-    assert plan["commands"][0][2:5] == ["torchrun", "--nnodes", "128"]
+    assert plan["commands"][0][:3] == ["torchrun", "--nnodes", "128"]
 
 
 def test_tensor_parallel_groups_over_nodes_and_a_short_pipeline_are_warned_of():
