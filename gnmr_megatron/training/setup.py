@@ -33,12 +33,11 @@ from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, RiskC
 from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.distributed.ownership import owned_gradients
 from gnmr_megatron.distributed.process_groups import (
-    gather_from_all,
     own_store,
     start_process_groups,
 )
 from gnmr_megatron.distributed.watchdog import Watchdog
-from gnmr_megatron.errors import CheckpointError, ConfigError, GnmrError
+from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.models import te_adapter
 from gnmr_megatron.models.discovery import local_linears
 from gnmr_megatron.models.llama import (
@@ -59,16 +58,15 @@ from gnmr_megatron.precision.config import PrecisionConfig
 from gnmr_megatron.precision.fusion import fused_kernels_are_used, use_fused_kernels
 from gnmr_megatron.precision.registry import precision_path
 from gnmr_megatron.training.checkpoint import Checkpointer
-from gnmr_megatron.training.checkpoint_files import PARTIAL, leftovers, put_aside, remove
 from gnmr_megatron.training.config import RunConfig, TrainSettings, validate
-from gnmr_megatron.training.config_files import write_config
 from gnmr_megatron.training.evaluation import Evaluation
 from gnmr_megatron.training.faults import FaultInjection
 from gnmr_megatron.training.loop import Trainer, TrainingBatches
 from gnmr_megatron.training.optimizer import ClippingOptimizer, build_optimizer, build_scheduler
 from gnmr_megatron.training.pipeline import PipelinedModel, RunsBatches
 from gnmr_megatron.training.recorder import NullRecorder, RecordsRun, RunRecorder
-from gnmr_megatron.training.run_folder import RunFolder, choose_run_folder
+from gnmr_megatron.training.resume import agree_on_folder, resume
+from gnmr_megatron.training.run_folder import RunFolder
 from gnmr_megatron.training.saving import Saving
 from gnmr_megatron.training.state import TrainState
 from gnmr_megatron.training.step import TrainStep
@@ -88,7 +86,7 @@ def set_up(config: RunConfig) -> Trainer:
     device = start_process_groups(
         config.parallel, seed=config.seed, timeout=timedelta(minutes=config.train.timeout_minutes)
     )
-    folder = _agree_on_folder(config)
+    folder = agree_on_folder(config)
     chunks = _wrap(
         build_chunks(
             config.model,
@@ -124,7 +122,7 @@ def set_up(config: RunConfig) -> Trainer:
         identity=_identity(config, units, data.tokenizer_fingerprint),
         settings=config.checkpoint,
     )
-    state, troubles = _resume(config, folder, checkpointer, controller)
+    state, troubles = resume(config, folder, checkpointer, controller)
     switchboard.request(controller.recovery_set)
 
     model = PipelinedModel(
@@ -263,24 +261,6 @@ def _wrap(
     return wrapped
 
 
-def _agree_on_folder(config: RunConfig) -> RunFolder:
-    """Rank 0 picks the run folder and writes the settings there, before anything else happens in it."""
-    choice: RunFolder | Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            choice = choose_run_folder(Path(config.runs_dir), config.name, config.resume)
-            write_config(config, choice.path / "config.yaml")
-        except (OSError, GnmrError) as error:  # others wait for the choice: tell them, too
-            choice = error
-    agreed = gather_from_all(choice)[0]
-    if isinstance(agreed, OSError):
-        raise ConfigError(f"runs_dir: {config.runs_dir} cannot be written: {agreed}")
-    if isinstance(agreed, Exception):
-        raise agreed
-    assert agreed is not None
-    return agreed
-
-
 def _controller(settings: ControlConfig, units: UnitTable) -> DecidesRecovery:
     if settings.mode == "disabled":
         return DisabledController(units)
@@ -327,70 +307,6 @@ def _norms(
 def _identity(config: RunConfig, units: UnitTable, tokenizer: str) -> dict[str, Any]:
     model = {f"model.{key}": value for key, value in dataclasses.asdict(config.model).items()}
     return {**model, "units": units.fingerprint, "tokenizer": tokenizer, "seed": config.seed}
-
-
-def _resume(
-    config: RunConfig, folder: RunFolder, checkpointer: Checkpointer, controller: DecidesRecovery
-) -> tuple[TrainState, list[tuple[str, str]]]:
-    """The state to start from, and kind and message of each trouble on the way to it."""
-    path, troubles = _whole_checkpoint(folder, checkpointer)
-    state = (
-        TrainState(
-            train_samples=config.train_samples, global_batch_size=config.train.global_batch_size
-        )
-        if path is None
-        else _load_state(config, path, checkpointer)
-    )
-    if state.global_batch_size != config.train.global_batch_size:
-        if isinstance(controller, Controller):
-            controller.restart_history()
-        troubles.append(
-            (
-                "history_restart",
-                "train.global_batch_size changed, so gradient norms are not comparable: history starts anew",
-            )
-        )
-    state.global_batch_size = config.train.global_batch_size
-    if dist.get_rank() == 0 and folder.is_resumed:
-        for unfinished in leftovers(folder.checkpoints, PARTIAL):
-            remove(unfinished)
-        put_aside(folder.checkpoints, after_step=state.step)
-    return state, troubles
-
-
-def _whole_checkpoint(
-    folder: RunFolder, checkpointer: Checkpointer
-) -> tuple[Path | None, list[tuple[str, str]]]:
-    """The first candidate that is whole, and what was wrong with those before it.
-
-    Raises:
-        CheckpointError: there are candidates, but none is whole.
-    """
-    troubles = []
-    for path in folder.candidates:
-        try:
-            checkpointer.check(path)
-        except CheckpointError as error:
-            if path == folder.candidates[-1]:
-                raise
-            troubles.append(("checkpoint_damaged", str(error)))
-        else:
-            return path, troubles
-    return None, troubles
-
-
-def _load_state(config: RunConfig, path: Path, checkpointer: Checkpointer) -> TrainState:
-    state = checkpointer.load(path)
-    wanted = (
-        state.consumed_samples + (config.train.steps - state.step) * config.train.global_batch_size
-    )
-    if wanted > state.train_samples:
-        raise ConfigError(
-            f"train.steps: {config.train.steps} needs {wanted} training sequences, but the order of the run that "
-            f"saved {path} was planned for {state.train_samples}; start such runs with data.train_samples set "
-            "high enough, or lower train.steps"
-        )
-    return state
 
 
 def _watchdog(settings: TrainSettings, recorder: RecordsRun) -> Watchdog:

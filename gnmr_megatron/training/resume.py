@@ -1,0 +1,99 @@
+"""Where a run goes on: its folder, the checkpoint that it takes up, and the state in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from gnmr_megatron.control.controller import Controller, DecidesRecovery
+from gnmr_megatron.distributed.process_groups import gather_from_all
+from gnmr_megatron.errors import CheckpointError, ConfigError, GnmrError
+from gnmr_megatron.training.checkpoint import Checkpointer
+from gnmr_megatron.training.checkpoint_files import PARTIAL, leftovers, put_aside, remove
+from gnmr_megatron.training.config import RunConfig
+from gnmr_megatron.training.config_files import write_config
+from gnmr_megatron.training.run_folder import RunFolder, choose_run_folder
+from gnmr_megatron.training.state import TrainState
+
+
+def agree_on_folder(config: RunConfig) -> RunFolder:
+    """Rank 0 picks the run folder and writes the settings there, before anything else happens in it."""
+    choice: RunFolder | Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            choice = choose_run_folder(Path(config.runs_dir), config.name, config.resume)
+            write_config(config, choice.path / "config.yaml")
+        except (OSError, GnmrError) as error:  # others wait for the choice: tell them, too
+            choice = error
+    agreed = gather_from_all(choice)[0]
+    if isinstance(agreed, OSError):
+        raise ConfigError(f"runs_dir: {config.runs_dir} cannot be written: {agreed}")
+    if isinstance(agreed, Exception):
+        raise agreed
+    assert agreed is not None
+    return agreed
+
+
+def resume(
+    config: RunConfig, folder: RunFolder, checkpointer: Checkpointer, controller: DecidesRecovery
+) -> tuple[TrainState, list[tuple[str, str]]]:
+    """The state to start from, and kind and message of each trouble on the way to it."""
+    path, troubles = _whole_checkpoint(folder, checkpointer)
+    state = (
+        TrainState(
+            train_samples=config.train_samples, global_batch_size=config.train.global_batch_size
+        )
+        if path is None
+        else _load_state(config, path, checkpointer)
+    )
+    if state.global_batch_size != config.train.global_batch_size:
+        if isinstance(controller, Controller):
+            controller.restart_history()
+        troubles.append(
+            (
+                "history_restart",
+                "train.global_batch_size changed, so gradient norms are not comparable: history starts anew",
+            )
+        )
+    state.global_batch_size = config.train.global_batch_size
+    if dist.get_rank() == 0 and folder.is_resumed:
+        for unfinished in leftovers(folder.checkpoints, PARTIAL):
+            remove(unfinished)
+        put_aside(folder.checkpoints, after_step=state.step)
+    return state, troubles
+
+
+def _whole_checkpoint(
+    folder: RunFolder, checkpointer: Checkpointer
+) -> tuple[Path | None, list[tuple[str, str]]]:
+    """The first candidate that is whole, and what was wrong with those before it.
+
+    Raises:
+        CheckpointError: there are candidates, but none is whole.
+    """
+    troubles = []
+    for path in folder.candidates:
+        try:
+            checkpointer.check(path)
+        except CheckpointError as error:
+            if path == folder.candidates[-1]:
+                raise
+            troubles.append(("checkpoint_damaged", str(error)))
+        else:
+            return path, troubles
+    return None, troubles
+
+
+def _load_state(config: RunConfig, path: Path, checkpointer: Checkpointer) -> TrainState:
+    state = checkpointer.load(path)
+    wanted = (
+        state.consumed_samples + (config.train.steps - state.step) * config.train.global_batch_size
+    )
+    if wanted > state.train_samples:
+        raise ConfigError(
+            f"train.steps: {config.train.steps} needs {wanted} training sequences, but the order of the run that "
+            f"saved {path} was planned for {state.train_samples}; start such runs with data.train_samples set "
+            "high enough, or lower train.steps"
+        )
+    return state
