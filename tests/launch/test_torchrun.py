@@ -52,7 +52,7 @@ def two_nodes(start, script, first, second):
 def test_a_killed_process_restarts_from_its_checkpoint_and_sigusr1_saves_and_ends_with_0(
     tiny, start, tmp_path
 ):
-    config = tiny(**{"train.steps": 5000, "train.checkpoint_interval": 3})
+    config = tiny(**{"train.steps": 5000, "checkpoint.interval": 3})
     run = tmp_path / "runs/run"
     script = start("torchrun_single_node.sh", "--config", config, NPROC_PER_NODE="2")
     wait_until(lambda: list(run.glob("checkpoints/step_*/checkpoint.json")), script)
