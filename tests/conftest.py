@@ -83,6 +83,7 @@ def dataset(tmp_path_factory):
     return prepare_tiny_dataset(tmp_path_factory.mktemp("data") / "tiny")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Files run in parallel, but what shares the runs of the layout matrix stays together."""
     shares_runs = ("test_layouts", "test_resharding")
