@@ -81,12 +81,3 @@ def prepare_tiny_dataset(folder):
 def dataset(tmp_path_factory):
     """The tiny dataset, prepared once."""
     return prepare_tiny_dataset(tmp_path_factory.mktemp("data") / "tiny")
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """Files run in parallel, but what shares the runs of the layout matrix stays together."""
-    shares_runs = ("test_layouts", "test_resharding")
-    for item in items:
-        group = "matrix" if item.path.stem in shares_runs else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))

@@ -14,13 +14,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
 from gnmr_megatron.training.checkpoint_files import CheckpointDescription
-from tests.conftest import TINY
 from tests.distributed.layout_matrix import (
     ALL,
     LAYOUTS,
-    MATRIX_STEPS,
     PRECISIONS,
-    SAVED_STEP,
     WORLD_SIZES,
     case,
     launch,
@@ -28,7 +25,8 @@ from tests.distributed.layout_matrix import (
 )
 
 PLAIN, SHARDED = "tp2_pp2_sp", "dp2_sharded_gather"
-STEPS = {"exact": SAVED_STEP, "bf16": TINY["train.steps"]}
+SAVED_STEP, LAST_STEP = 6, 12
+SHORT = {"train.steps": LAST_STEP, "checkpoint.interval": SAVED_STEP, "train.eval_interval": 0}
 RESAVED = [
     *(("exact", source, target) for source in (PLAIN, SHARDED) for target in ALL),
     *(
@@ -46,41 +44,51 @@ WENT_ON = [
     ("pp4", "one"),
     ("tp2_pp2_sp", "pp2_uneven"),
 ]
-LAST_STEP = SAVED_STEP + 6
 # where each kind of optimizer keeps FP32 main parameters; a plain FP32 model is its own
 MAIN = {"distributed": "optimizer.state.param.", "mixed_precision": "optimizer.state.fp32_param."}
 
 
-def checkpoint(run, step):
-    return run / f"checkpoints/step_{step:08d}"
+def checkpoint(run):
+    return run / f"checkpoints/step_{SAVED_STEP:08d}"
 
 
 def name_of(precision, source, target, what):
     return f"{what}.{precision}.{source}.{target}"
 
 
+def run_cases(world_size, cases, folder):
+    chosen = [arguments for name, arguments in cases if WORLD_SIZES[name] == world_size]
+    if chosen:
+        launch(world_size, chosen, folder)
+
+
 @pytest.fixture(scope="module")
-def resharded(runs, dataset):
-    """Folder of runs that loaded another layout's checkpoint and saved it again, or went on from it."""
+def resharded(dataset, tmp_path_factory):
+    """Folder of runs, and of those that loaded another layout's checkpoint and saved it again, or went on from it."""
+    folder = tmp_path_factory.mktemp("resharded")
     wanted = [("resave", *item) for item in RESAVED]
     wanted += [("go_on", "exact", *pair) for pair in WENT_ON]
+    sources = {("exact", "one")} | {(precision, source) for _, precision, source, _ in wanted}
+    saving = [
+        (
+            name,
+            case(f"{precision}.{name}", PRECISIONS[precision] | ALL[name] | SHORT, folder, dataset),
+        )
+        for precision, name in sorted(sources)
+    ]
     for world_size in LAYOUTS:
-        cases = []
-        for what, precision, source, target in wanted:
-            if WORLD_SIZES[target] != world_size:
-                continue
-            name = name_of(precision, source, target, what)
-            origin = runs / f"{precision}.{source}"
-            last = f"step_{MATRIX_STEPS:08d}"
-            shutil.copytree(origin, runs / name, ignore=shutil.ignore_patterns(last))
-            settings = PRECISIONS[precision] | ALL[target]
-            settings["resume"] = checkpoint(runs / name, STEPS[precision])
-            if what == "go_on":
-                settings |= {"train.steps": LAST_STEP, "checkpoint.interval": 0}
-            arguments = case(name, settings, runs, dataset)
-            cases.append(["resave", *arguments] if what == "resave" else arguments)
-        launch(world_size, cases, runs)
-    return runs
+        run_cases(world_size, saving, folder)
+    loading = []
+    for what, precision, source, target in wanted:
+        name = name_of(precision, source, target, what)
+        shutil.copytree(folder / f"{precision}.{source}", folder / name)
+        settings = PRECISIONS[precision] | ALL[target] | SHORT
+        settings["resume"] = checkpoint(folder / name)
+        arguments = case(name, settings, folder, dataset)
+        loading.append((target, ["resave", *arguments] if what == "resave" else arguments))
+    for world_size in LAYOUTS:
+        run_cases(world_size, loading, folder)
+    return folder
 
 
 def tensors(path):
@@ -112,9 +120,8 @@ def canonical(path):
 def test_a_checkpoint_that_another_layout_saves_again_is_the_same(
     resharded, precision, source, target
 ):
-    before = checkpoint(resharded / f"{precision}.{source}", STEPS[precision])
-    run = resharded / name_of(precision, source, target, "resave")
-    after = checkpoint(run, STEPS[precision])
+    before = checkpoint(resharded / f"{precision}.{source}")
+    after = checkpoint(resharded / name_of(precision, source, target, "resave"))
     assert CheckpointDescription.read(after).layout["world_size"] == WORLD_SIZES[target]
     assert CheckpointDescription.read(after).state == CheckpointDescription.read(before).state
     expected, found = canonical(before), canonical(after)
@@ -128,8 +135,8 @@ def test_a_checkpoint_that_another_layout_saves_again_is_the_same(
 def test_a_run_that_goes_on_in_another_layout_is_that_of_one_process(resharded, source, target):
     run, one = resharded / name_of("exact", source, target, "go_on"), resharded / "exact.one"
     assert len(losses(run)) == LAST_STEP
-    np.testing.assert_allclose(losses(run), losses(one)[:LAST_STEP], rtol=1e-5)
+    np.testing.assert_allclose(losses(run), losses(one), rtol=1e-5)
     ours, reference = read_risk_matrix(run), read_risk_matrix(one)
-    np.testing.assert_allclose(ours.norms, reference.norms[:LAST_STEP], rtol=1e-5)
-    np.testing.assert_array_equal(ours.selected, reference.selected[:LAST_STEP])
-    assert reference.recovered[SAVED_STEP:LAST_STEP].any()
+    np.testing.assert_allclose(ours.norms, reference.norms, rtol=1e-5)
+    np.testing.assert_array_equal(ours.selected, reference.selected)
+    assert reference.recovered[SAVED_STEP:].any()
