@@ -1,5 +1,6 @@
 """The torchrun scripts, run for real: stop, restart, resume; nodes that agree and nodes that do not."""
 
+import contextlib
 import signal
 import socket
 import time
@@ -21,12 +22,13 @@ def events(run, kind):
 
 def trainers(process):
     """The training processes that a script has started."""
-    found = psutil.Process(process.pid).children(recursive=True)
-    return [
-        each
-        for each in found
-        if "torch.distributed.run" not in each.cmdline() and "train" in each.cmdline()
-    ]
+    found = {}
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # gone, or a zombie
+            if "torch.distributed.run" not in each.cmdline() and "train" in each.cmdline():
+                found[each.pid] = each
+    # a process that writes a checkpoint is a child of its trainer
+    return [each for each in found.values() if each.ppid() not in found]
 
 
 def two_nodes(start, script, first, second):
