@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from gnmr_megatron.observability.events import (
@@ -157,10 +158,8 @@ def test_a_signal_to_one_rank_saves_and_stops_all(dataset, tmp_path, number):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
-    children = subprocess.run(
-        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True
-    )
-    os.kill(int(children.stdout.split()[-1]), number)
+    ranks = psutil.Process(process.pid).children()
+    ranks[-1].send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 0, stderr
     (saved,) = events(run, CheckpointEvent)
