@@ -7,23 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.conftest import TINY, options
+from tests.distributed.fire_worker import ODD_NORMS, ODD_STEP, ODD_UNIT, STEPS, UNITS
 from tests.references.control_reference import ReferenceController
 
 WORKER = Path(__file__).with_name("fire_worker.py")
-RANKS, UNITS, STEPS = 4, 3, 8
-ODD_STEP, ODD_UNIT = 5, 1
-ODD_NORMS = {
-    "nan": math.nan,
-    "inf": math.inf,
-    "zero": 0.0,
-    "at_threshold": 2.0,
-    "one_bit_above": float(np.nextafter(np.float32(2), np.float32(3))),
-    "one_bit_below": float(np.nextafter(np.float32(2), np.float32(1))),
-}
+RANKS = 4
 
 
 @pytest.fixture(scope="module")
