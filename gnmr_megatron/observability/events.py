@@ -7,7 +7,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -48,6 +48,8 @@ class StartEvent(Event):
     environment: dict[str, str]
     num_parameters: int | None = None
     """Of the whole model, over all ranks."""
+    control: dict[str, Any] | None = None
+    """Settings of the controller from this step on; null in logs of earlier versions."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -199,13 +201,17 @@ class EventReader:
 
     Args:
         path: an events.jsonl, also one that is still being written.
+        only: names of the events to give; other lines are passed over unread. All where it is None.
 
     Attributes:
         half_line: after the iteration, the number of a last line without its end, which was left out; else None.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, only: Collection[str] | None = None) -> None:
         self._path = path
+        self._beginnings = (
+            None if only is None else tuple(f'{{"event": "{name}"'.encode() for name in only)
+        )
         self.half_line: int | None = None
 
     def __iter__(self) -> Iterator[Event]:
@@ -220,6 +226,8 @@ class EventReader:
                 if not line.endswith(b"\n"):
                     self.half_line = number
                     return
+                if self._beginnings is not None and not line.startswith(self._beginnings):
+                    continue
                 try:
                     yield from_line(line)
                 except ValueError as error:

@@ -174,6 +174,7 @@ class RunRecorder:
                 total_steps=config.train.steps,
                 policy=config.gnmr.policy,
                 mode=config.gnmr.mode,
+                control=dataclasses.asdict(config.gnmr),
                 environment=dict(environment),
             )
         )
