@@ -92,6 +92,15 @@ def _agree_on_attempt(store: Any, rank: int, world_size: int) -> str:
     return own
 
 
+def launch_id() -> str:
+    """A name of this launch of the ranks, which stays over torchrun's restarts; for rank 0."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):  # a restart has another prefix in the same store
+        store = store.underlying_store
+    name: bytes = store.compare_set("launch_id", "", uuid.uuid4().hex)
+    return name.decode()
+
+
 def own_store() -> KeyValueStore:
     """A connection of its own to the store through which the ranks met, for use by another thread."""
     default: Any = dist.distributed_c10d._get_default_store()

@@ -7,13 +7,19 @@ from pathlib import Path
 import torch.distributed as dist
 
 from gnmr_megatron.control.controller import Controller, DecidesRecovery
-from gnmr_megatron.distributed.process_groups import gather_from_all
+from gnmr_megatron.distributed.process_groups import gather_from_all, launch_id
 from gnmr_megatron.errors import CheckpointError, ConfigError, GnmrError
 from gnmr_megatron.training.checkpoint import Checkpointer
-from gnmr_megatron.training.checkpoint_files import PARTIAL, leftovers, put_aside, remove
+from gnmr_megatron.training.checkpoint_files import (
+    PARTIAL,
+    leftovers,
+    put_aside,
+    remove,
+    split_resume,
+)
 from gnmr_megatron.training.config import RunConfig
 from gnmr_megatron.training.config_files import write_config
-from gnmr_megatron.training.run_folder import RunFolder, choose_run_folder
+from gnmr_megatron.training.run_folder import Job, RunFolder, choose_run_folder
 from gnmr_megatron.training.state import TrainState
 
 
@@ -22,7 +28,8 @@ def agree_on_folder(config: RunConfig) -> RunFolder:
     choice: RunFolder | Exception | None = None
     if dist.get_rank() == 0:
         try:
-            choice = choose_run_folder(Path(config.runs_dir), config.name, config.resume)
+            job = Job.of(launch_id())
+            choice = choose_run_folder(Path(config.runs_dir), config.name, config.resume, job=job)
             write_config(config, choice.path / "config.yaml")
         except (OSError, GnmrError) as error:  # others wait for the choice: tell them, too
             choice = error
@@ -61,6 +68,9 @@ def resume(
         for unfinished in leftovers(folder.checkpoints, PARTIAL):
             remove(unfinished)
         put_aside(folder.checkpoints, after_step=state.step)
+        _, named = split_resume(Path(config.resume or ""))
+        if named is not None and folder.candidates == (named,):
+            Job.of(launch_id()).note_taken_up(named)
     return state, troubles
 
 

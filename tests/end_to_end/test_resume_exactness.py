@@ -2,13 +2,20 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from gnmr_megatron.observability.events import FaultEvent, FinishEvent, StepEvent, read_events
+from gnmr_megatron.observability.events import (
+    FaultEvent,
+    FinishEvent,
+    StartEvent,
+    StepEvent,
+    read_events,
+)
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
 from tests.conftest import TINY, options, run_cli
 
@@ -58,21 +65,25 @@ def in_two_parts(dataset, tmp_path_factory):
 def killed(dataset, tmp_path_factory):
     """One rank dies by SIGKILL in step 21; torchrun starts all again."""
     runs_dir = tmp_path_factory.mktemp("killed")
-    fault = f"[{{kind: kill_rank, step: {KILLED_IN}, rank: 1}}]"
+    done(run_torchrun(*settings(dataset, runs_dir, faults=kill_in(KILLED_IN), resume="auto")))
+    return runs_dir / "run"
+
+
+def kill_in(step):
+    return f"[{{kind: kill_rank, step: {step}, rank: 1}}]"
+
+
+def run_torchrun(*arguments):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     restart = ["--max-restarts=2", "--monitor-interval=0.2", "-m", "gnmr_megatron"]
-    done(
-        subprocess.run(
-            [sys.executable, *launcher, *restart, "train",
-             *settings(dataset, runs_dir, faults=fault, resume="auto")],
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    )  # fmt: skip
-    return runs_dir / "run"
+    return subprocess.run(
+        [sys.executable, *launcher, *restart, "train", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 @pytest.fixture(params=["in_two_parts", "killed"])
@@ -107,6 +118,21 @@ def test_every_step_is_told_once_and_the_same_state_is_saved(whole, resumed):
     assert state[0] == state[1]
     assert state[0]["train"]["consumed_samples"] == STEPS * TINY["train.global_batch_size"]
     assert state[0]["controller"]
+
+
+def test_a_named_checkpoint_is_taken_up_once_and_restarts_go_on_from_the_newest(
+    dataset, in_two_parts, tmp_path
+):
+    run = shutil.copytree(in_two_parts, tmp_path / "run")
+    named = run / "checkpoints/step_00000016"
+    faults = kill_in(27)
+    shorter = {"train.steps": 32, "resume": named, "faults": faults}
+    done(run_torchrun(*settings(dataset, tmp_path, **shorter)))
+    starts = [e.step for e in read_events(run / "events.jsonl") if isinstance(e, StartEvent)]
+    assert starts == [1, 17, 25]
+    assert [event.step for event in steps(run)] == list(range(1, 33))
+    aside = sorted(path.name for path in (run / "checkpoints").glob("*.superseded"))
+    assert aside[-1] == "step_00000060.superseded"  # what the first start put aside is still there
 
 
 def test_the_steps_that_died_are_kept_apart_with_the_fault(killed):

@@ -1,7 +1,7 @@
 import pytest
 
 from gnmr_megatron.errors import CheckpointError
-from gnmr_megatron.training.run_folder import choose_run_folder
+from gnmr_megatron.training.run_folder import Job, choose_run_folder
 
 
 def finish_checkpoint(run, step=10):
@@ -58,6 +58,31 @@ def test_a_single_checkpoint_can_be_named(tmp_path):
     assert choose_run_folder(tmp_path, "other", str(run)).candidates[0].name == "step_00000020"
     with pytest.raises(CheckpointError, match=r"step_00000030 holds no complete checkpoint"):
         choose_run_folder(tmp_path, "other", str(run / "checkpoints/step_00000030"))
+
+
+@pytest.mark.parametrize(
+    ("restarted", "step"),
+    [
+        (Job("a"), 20),  # by torchrun
+        (Job("b", "17", is_requeued=True), 20),  # by Slurm
+        (Job("b", "17"), 10),  # a second launch in the same allocation
+        (Job("b", "18", is_requeued=True), 10),
+        (Job("b"), 10),
+    ],
+)
+def test_a_named_checkpoint_is_taken_up_once_in_a_job(tmp_path, restarted, step):
+    run = choose_run_folder(tmp_path, "tiny", None).path
+    finish_checkpoint(run, 10)
+    named = run / "checkpoints/step_00000010"
+    job = Job("a", "17")
+    assert choose_run_folder(tmp_path, "tiny", str(named), job=job).candidates == (named,)
+    job.note_taken_up(named)
+    finish_checkpoint(run, 20)
+    found = choose_run_folder(tmp_path, "tiny", str(named), job=restarted)
+    assert found.candidates[0].name == f"step_{step:08d}"
+    finish_checkpoint(run, 5)
+    other = choose_run_folder(tmp_path, "tiny", str(run / "checkpoints/step_00000005"), job=job)
+    assert [path.name for path in other.candidates] == ["step_00000005"]
 
 
 def test_a_folder_without_a_complete_checkpoint_is_refused(tmp_path):
