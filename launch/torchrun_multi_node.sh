@@ -62,6 +62,7 @@ if [ -n "$node_rank" ]; then
   host=(--rdzv-conf "is_host=$([ "$node_rank" -eq 0 ] && echo 1 || echo 0)")
 fi
 has_option --resume "$@" || set -- "$@" --resume auto
+set -- --checkpoint.stop_seconds 600 "$@" # torchrun does not kill here; settings that follow win
 
 "$PYTHON" -m gnmr_megatron launch --check --nodes "$nodes" --nproc-per-node "$processes" \
   --rdzv-endpoint "$head:$((port + 1))" --rdzv-id "$id" "${host[@]}" "$@"

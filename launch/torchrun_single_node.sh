@@ -19,6 +19,7 @@ set -euo pipefail
 
 case ${1:-} in -h | --help) show_help && exit ;; esac
 has_option --resume "$@" || set -- "$@" --resume auto
+set -- --checkpoint.stop_seconds 600 "$@" # torchrun does not kill here; settings that follow win
 processes=${NPROC_PER_NODE:-$(default_processes)}
 
 "$PYTHON" -m gnmr_megatron launch --check --nproc-per-node "$processes" "$@"

@@ -156,7 +156,8 @@ class CheckpointSettings:
     """Never remove those whose step is a multiple of this; null keeps none for its step."""
 
     stop_seconds: float = 25.0
-    """Give up on the checkpoint of a signal after this time, and say so; torchrun kills what runs after 30 seconds."""
+    """Give up on the checkpoint of a signal after this time, and say so. Plain torchrun kills after 30 seconds; the
+    scripts in `launch/`, which do not, set more."""
 
     def __post_init__(self) -> None:
         if self.interval < 0:

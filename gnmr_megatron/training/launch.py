@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
+import psutil
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from gnmr_megatron.training.interruption import Interruption
 
 
 def start_processes(python_arguments: Sequence[str], num_processes: int) -> int:
@@ -28,7 +33,10 @@ def start_processes(python_arguments: Sequence[str], num_processes: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.2,
+        signals_to_handle="SIGHUP",  # what asks to stop is the ranks' business, see _pass_on
     )
+    for number in Interruption.SIGNALS:
+        signal.signal(number, _pass_on)
     try:
         elastic_launch(config, sys.executable)(*python_arguments)
     except ChildFailedError as error:
@@ -39,5 +47,15 @@ def start_processes(python_arguments: Sequence[str], num_processes: int) -> int:
             return 128 - failure.exitcode
         return int(failure.exitcode)  # the rank has said why
     except SignalException:
-        return 0  # every rank was asked to save and stop
+        return 128 + signal.SIGHUP
     return 0
+
+
+def _pass_on(number: int, _frame: FrameType | None) -> None:
+    """Hand a wish to stop to the ranks, which save; torch's agent would kill after 30 seconds those that still do."""
+    ranks = psutil.Process().children()
+    if not ranks:
+        raise SystemExit(128 + number)
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)

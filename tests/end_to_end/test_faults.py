@@ -185,5 +185,6 @@ def test_a_checkpoint_that_takes_too_long_after_a_signal_is_given_up(dataset, tm
     time.sleep(0.5)  # rank 1 sleeps in Python, where signals are handled
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1, stderr
     assert "not stopped 2 s after the signal (checkpoint.stop_seconds)" in stderr
     assert not events(run, CheckpointEvent)
