@@ -40,6 +40,7 @@ from gnmr_megatron.errors import CheckpointError
 BACKEND, VERSION = "torch_dist", 1
 METADATA = ".metadata"
 COMMON = "common.pt"
+_EXTRA_STATE = "_extra_state"
 
 # the engine starts a manager process for a queue that is not used here
 filesystem_async._results_queue = object()
@@ -107,7 +108,11 @@ class PlannedSave:
             torch.save({}, self._folder / COMMON)  # the engine looks for it
         except RuntimeError as error:
             raise self._as_os_error(error) from error
-        return [METADATA, CONFIG_FNAME, COMMON]
+        names = [METADATA, CONFIG_FNAME, COMMON]
+        for name in names:
+            with (self._folder / name).open("rb+") as file:
+                os.fsync(file.fileno())
+        return names
 
     def _as_os_error(self, error: Exception) -> OSError:
         """What torch's writer says of a full disk is neither an OSError nor does it name the disk."""
@@ -139,10 +144,9 @@ class ChildProcess:
         self._process.start()
         sender.close()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether `result` returns at once."""
-        return self._results.poll()
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at most; whether `result` returns at once."""
+        return self._results.poll(seconds)
 
     def result(self) -> Any:
         """What the function returned; waits for it.
@@ -194,6 +198,25 @@ def load_sharded(content: dict[str, Any], folder: Path) -> dict[str, Any]:
     return loaded
 
 
+def without_extra_state(content: dict[str, Any]) -> dict[str, Any]:
+    """A module's sharded state dict without what Transformer Engine would unpickle when it is loaded.
+
+    It is FP8 scales of delayed scaling, which is refused here, and the recipe, which follows from the settings.
+    """
+    return {key: value for key, value in content.items() if not key.endswith(_EXTRA_STATE)}
+
+
+def load_weights(module: torch.nn.Module, loaded: dict[str, Any]) -> None:
+    """Fill a module with what was loaded; modules with an extra state learn that there is none.
+
+    Raises:
+        RuntimeError: a weight is missing, unknown or of another shape.
+    """
+    expected = (key for key in module.state_dict() if key.endswith(_EXTRA_STATE))
+    none = {key: torch.empty(0, dtype=torch.uint8) for key in expected}
+    module.load_state_dict({**loaded, **none})
+
+
 def check_pickles(folder: Path) -> None:
     """Refuse a checkpoint whose index would run code; everything else in it is read as plain tensors.
 
@@ -206,6 +229,8 @@ def check_pickles(folder: Path) -> None:
             _MetadataReader(file).load()
         name = COMMON
         torch.load(folder / COMMON, weights_only=True)
+    except (OSError, EOFError) as error:
+        raise CheckpointError(f"{folder / name}: cannot be read ({error})") from error
     except pickle.UnpicklingError as error:
         what = str(error).partition("\n")[0] if name == METADATA else _unsafe_class(error)
         raise CheckpointError(

@@ -31,7 +31,17 @@ STORE_SECONDS = 10.0
 SLOW_FACTOR, SLOW_SECONDS = 5.0, 5.0
 """A step is slow that takes so many times the usual time, and at least so many seconds."""
 
-_WAITING = ("torch/distributed/", "pipeline_parallel/p2p_communication", "param_and_grad_buffer")
+# the last two: on GPUs a collective returns at once, and the host waits where it reads the result
+_WAITING = (
+    "torch/distributed/",
+    "pipeline_parallel/p2p_communication",
+    "param_and_grad_buffer",
+    "gnmr_megatron/distributed/consensus.py",
+    "gnmr_megatron/training/pipeline.py",
+)
+
+_ORDER = ("starting", "reading data", "training")
+"""Activities of a step in their order; all others come after them."""
 
 
 class KeyValueStore(Protocol):
@@ -55,7 +65,7 @@ class RankPlace:
         rank: its number.
         step: the step that it is in; -1 where it has never been heard of.
         activity: what it does, in words.
-        where: innermost line of Python of its main thread, where it has stood for a while; else empty.
+        where: innermost line of Python of its main thread, where it has stood for a while; empty where it moves on.
         is_waiting: whether that line waits for other ranks.
         answers: whether it gives signs of life.
     """
@@ -128,6 +138,10 @@ class Watchdog:
             self._step_started = now
         self._place, self._since = (step, activity), now
 
+    def still_there(self) -> None:
+        """Note that this rank goes on with what it does."""
+        self._since = time.monotonic()
+
     def places(self) -> list[RankPlace]:
         """Where every rank is; takes a few seconds, to see who gives signs of life.
 
@@ -166,7 +180,10 @@ class Watchdog:
         while not self._stopped.wait(INTERVAL):
             idle = time.monotonic() - self._since
             if idle > self._hang_seconds:
-                self._on_hang(self._places_or_own())
+                places = self._places_or_own()
+                if time.monotonic() - self._since < idle:
+                    continue  # it went on while we looked
+                self._on_hang(places)
                 return
             if self._rank == 0 and self._is_slow(idle):
                 self._told_step = self._place[0]
@@ -222,16 +239,25 @@ def _innermost(frame: FrameType | None, count: int = 3) -> list[str]:
 
 
 def stalled_ranks(places: Sequence[RankPlace]) -> list[int]:
-    """Who holds up the others: silent ranks; else those that do not wait; else those behind; empty if none differs."""
+    """Who holds up the others: silent ranks; else those that do not wait; else those behind; empty if none differs.
+
+    On GPUs all may wait, those at fault too: then it is told by what they do in which step.
+    """
     silent = [place.rank for place in places if not place.answers]
     if silent:
         return silent
-    busy = [place.rank for place in places if place.where and not place.is_waiting]
+    busy = [place.rank for place in places if not place.is_waiting]
     if busy and len(busy) < len(places):
         return busy
-    first = min(place.step for place in places)
-    behind = [place.rank for place in places if place.step == first]
+    first = min(_progress(place) for place in places)
+    behind = [place.rank for place in places if _progress(place) == first]
     return behind if len(behind) < len(places) else []
+
+
+def _progress(place: RankPlace) -> tuple[int, int]:
+    """Sorts places by how far they are."""
+    known = place.activity in _ORDER
+    return place.step, _ORDER.index(place.activity) if known else len(_ORDER)
 
 
 def describe(places: Sequence[RankPlace]) -> str:

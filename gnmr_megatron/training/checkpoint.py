@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from gnmr_megatron.distributed.engine_checkpoint import (
     WrittenParts,
     check_pickles,
     load_sharded,
+    load_weights,
+    without_extra_state,
 )
 from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.distributed.process_groups import gather_from_all
@@ -45,6 +47,9 @@ from gnmr_megatron.training.config import CheckpointSettings
 from gnmr_megatron.training.optimizer import ClippingOptimizer
 from gnmr_megatron.training.optimizer_state import OptimizerState, kind_of
 from gnmr_megatron.training.state import TrainState
+
+LOOK_SECONDS = 5.0
+"""How often to look whether files of a save grow."""
 
 # the engine writes into the metadata it is given: copied each time
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
@@ -122,7 +127,7 @@ class Checkpointer:
     @property
     def is_writing(self) -> bool:
         """Whether this rank's part of a save is still being written."""
-        return self._running is not None and not self._running.writer.is_done
+        return self._running is not None and not self._running.writer.wait(0)
 
     def save(self, state: TrainState) -> SavedCheckpoint:
         """Write a checkpoint and wait for it; all ranks take part.
@@ -168,8 +173,11 @@ class Checkpointer:
         blocked = time.perf_counter() - started
         self._running = _RunningSave(description, partial, plan, writer, started, blocked)
 
-    def finish(self) -> SavedCheckpoint:
+    def finish(self, progress: Callable[[], None] = lambda: None) -> SavedCheckpoint:
         """Wait for all ranks' files and give the checkpoint its name; all ranks take part.
+
+        Args:
+            progress: called now and then while this rank's files grow.
 
         Raises:
             CheckpointError: a rank could not write; alike on every rank, and nothing of it remains.
@@ -180,6 +188,11 @@ class Checkpointer:
         path = checkpoint_path(self._folder, save.description.step)
         own: tuple[WrittenParts, dict[str, WrittenFile]] | str
         try:
+            size = 0
+            while not save.writer.wait(LOOK_SECONDS):
+                if (now_written := _written_bytes(save.partial)) != size:
+                    size = now_written
+                    progress()
             own = save.writer.result()
         except OSError as error:
             own = str(error)
@@ -244,7 +257,7 @@ class Checkpointer:
         )
         loaded = load_sharded(content, path)
         for key, chunk in self._named_chunks():
-            unwrap(chunk).load_state_dict(loaded[key])
+            load_weights(unwrap(chunk), loaded[key])
         state = description.state
         optimizer.load(loaded["optimizer"], num_updates=state["num_updates"])
         self._scheduler.num_steps = 0  # loading adds the saved steps to those counted so far
@@ -267,13 +280,11 @@ class Checkpointer:
             CheckpointError: it is damaged or unsafe; on every rank; names the files, and the newest checkpoint
                 before it that is whole.
         """
-        description = CheckpointDescription.read(path)
-        own = list(damages(path, description, part=dist.get_rank(), parts=dist.get_world_size()))
-        found = [line for lines in gather_from_all(own) for line in lines]
+        own = _problems_of_share(path, part=dist.get_rank(), parts=dist.get_world_size())
+        found = list(dict.fromkeys(line for lines in gather_from_all(own) for line in lines))
         if found:
             advice = gather_from_all(_what_else(path) if dist.get_rank() == 0 else "")[0]
             raise CheckpointError("\n".join([*found, advice]))
-        check_pickles(path)
 
     def _named_chunks(self) -> list[tuple[str, torch.nn.Module]]:
         if len(self._chunks) == 1:
@@ -284,7 +295,9 @@ class Checkpointer:
         self, *, with_random: bool, is_loading: bool = False, saved_optimizer: str | None = None
     ) -> tuple[dict[str, Any], OptimizerState]:
         content: dict[str, Any] = {
-            key: unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))  # type: ignore[operator]
+            key: without_extra_state(
+                unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))  # type: ignore[operator]
+            )
             for key, chunk in self._named_chunks()
         }
         optimizer = OptimizerState(
@@ -338,6 +351,24 @@ def _agreed_errors(path: Path) -> Any:
     first = next((text for text in gather_from_all(problem) if text is not None), None)
     if first is not None:
         raise CheckpointError(f"{path}: cannot be written: {first}")
+
+
+def _problems_of_share(path: Path, *, part: int, parts: int) -> list[str]:
+    """What one rank finds wrong with its share of the files, and with those that all read."""
+    try:
+        found = list(damages(path, CheckpointDescription.read(path), part=part, parts=parts))
+        if not found:
+            check_pickles(path)
+    except CheckpointError as error:
+        return [str(error)]
+    return found
+
+
+def _written_bytes(folder: Path) -> int:
+    """Size of the files of a save that is being written."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_size for path in folder.iterdir())
+    return 0
 
 
 def _what_else(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +62,31 @@ class Evaluation:
         )
         return cls(list(batches), model, switchboard, on_recovery)
 
-    def __call__(self) -> HeldOutLoss:
-        """Evaluate; all ranks take part and learn the same result."""
+    def __call__(self, progress: Callable[[], None] = lambda: None) -> HeldOutLoss:
+        """Evaluate; all ranks take part and learn the same result.
+
+        Args:
+            progress: called before each microbatch.
+        """
         started = time.perf_counter()
         with self.switchboard.evaluating(on_recovery=self.on_recovery):
-            result = self.model.evaluate(self.batches)
+            result = self.model.evaluate(_Told(self.batches, progress))
         return HeldOutLoss(result.loss, result.tokens, time.perf_counter() - started)
+
+
+class _Told(Sequence[Batch]):
+    """Batches that tell when one is taken."""
+
+    def __init__(self, batches: Sequence[Batch], tell: Callable[[], None]) -> None:
+        self._batches, self._tell = batches, tell
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._batches[index]
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._batches:
+            self._tell()
+            yield batch

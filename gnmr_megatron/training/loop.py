@@ -136,7 +136,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         self.watchdog.progress(self.state.step, "evaluating")
-        self.recorder.evaluation(self.state.step, self.evaluation())
+        self.recorder.evaluation(self.state.step, self.evaluation(self.watchdog.still_there))
 
     def _stop_late(self) -> None:
         """A signal asked to stop, and time is up; called by a thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,6 +27,8 @@ class Saving:
     checkpointer: Checkpointer
     recorder: RecordsRun
     saved_step: int
+    progress: Callable[[], None] = lambda: None
+    """Called while a save is waited for, as long as its files grow."""
     _running_kind: SaveKind = field(default="periodic", init=False)
 
     @property
@@ -76,7 +79,7 @@ class Saving:
         if not self.checkpointer.is_saving:
             return
         try:
-            saved = self.checkpointer.finish()
+            saved = self.checkpointer.finish(self.progress)
         except CheckpointError as error:
             self._tell(state, error)
         else:

@@ -166,6 +166,7 @@ def set_up(config: RunConfig) -> Trainer:
         controller,
         switchboard,
     )
+    watchdog = _watchdog(config.train, recorder)
     return Trainer(
         settings=config.train,
         check_interval=config.gnmr.check_interval,
@@ -179,10 +180,12 @@ def set_up(config: RunConfig) -> Trainer:
             switchboard,
             on_recovery=config.gnmr.mode != "disabled",
         ),
-        saving=Saving(config.checkpoint, checkpointer, recorder, saved_step=state.step),
+        saving=Saving(
+            config.checkpoint, checkpointer, recorder, state.step, progress=watchdog.still_there
+        ),
         recorder=recorder,
         units=units,
-        watchdog=_watchdog(config.train, recorder),
+        watchdog=watchdog,
     )
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn
 
 from gnmr_megatron.distributed.watchdog import (
     LOOK_SECONDS,
@@ -18,6 +21,7 @@ from gnmr_megatron.errors import ClusterError
 from gnmr_megatron.training.recorder import RecordsRun
 
 RUN_ERROR = 1
+TELL_SECONDS = 5.0
 
 
 def tell_slow_step(recorder: RecordsRun) -> Callable[[Sequence[RankPlace]], None]:
@@ -59,13 +63,15 @@ def end_hanging_run(
             sys.stderr.flush()
         else:
             time.sleep(2 * LOOK_SECONDS)  # the end of this rank would change what the speaker sees
-        recorder.fault(
-            max(place.step for place in places),
-            kind="hang",
-            rank=stalled[0] if len(stalled) == 1 else None,
-            message=message,
+        _tell_and_exit(
+            partial(
+                recorder.fault,
+                max(place.step for place in places),
+                kind="hang",
+                rank=stalled[0] if len(stalled) == 1 else None,
+                message=message,
+            )
         )
-        os._exit(RUN_ERROR)  # threads and destructors may wait for the same ranks
 
     return end
 
@@ -80,8 +86,20 @@ def stop_without_checkpoint(
     )
     sys.stderr.write(f"gnmr-megatron train: {message}\n")
     sys.stderr.flush()
-    recorder.fault(step, kind="stopped_late", message=message)
-    os._exit(RUN_ERROR)
+    _tell_and_exit(partial(recorder.fault, step, kind="stopped_late", message=message))
+
+
+def _tell_and_exit(tell: Callable[[], None]) -> NoReturn:
+    """End this process at once: other threads, and destructors, may wait for ranks that do not come.
+
+    The main thread may stand in the recorder itself, on a disk that does not answer, so telling has little time.
+    """
+    try:
+        telling = threading.Thread(target=tell, daemon=True)
+        telling.start()
+        telling.join(TELL_SECONDS)
+    finally:
+        os._exit(RUN_ERROR)
 
 
 def lost_ranks(watchdog: Watchdog, recorder: RecordsRun, error: Exception) -> ClusterError | None:

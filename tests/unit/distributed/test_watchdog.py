@@ -27,8 +27,8 @@ def make(store, rank, *, hang_seconds=60.0, on_slow=never, on_hang=never):
     )
 
 
-def place(rank, step=3, *, where="", waits=False, answers=True):
-    return RankPlace(rank, step, "training", where, is_waiting=waits, answers=answers)
+def place(rank, step=3, activity="training", *, where="", waits=False, answers=True):
+    return RankPlace(rank, step, activity, where, is_waiting=waits, answers=answers)
 
 
 def test_each_rank_is_seen_where_it_is():
@@ -99,6 +99,11 @@ def test_a_step_far_longer_than_usual_is_told_once():
         ([place(0, 4, where="a", waits=True), place(1, 3, where="a", waits=True)], [1]),
         ([place(0, where="a", waits=True), place(1, where="a", waits=True)], []),
         ([place(0, where="a"), place(1, where="a")], []),
+        # one that moves on is what the others wait for
+        ([place(0, where="a", waits=True), place(1)], [1]),
+        # all wait for their GPU
+        ([place(0, where="a", waits=True), place(1, 3, "reading data", where="a", waits=True)], [1]),
+        ([place(0, where="a", waits=True), place(1, 3, "saving", where="a", waits=True)], [0]),
     ],
 )  # fmt: skip
 def test_who_holds_up_the_others(places, stalled):
