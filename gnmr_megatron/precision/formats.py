@@ -58,6 +58,8 @@ class FloatFormat(NumberFormat):
 
 INT8 = IntegerFormat("int8", bits=8, max=127)
 INT4 = IntegerFormat("int4", bits=4, max=7)
+INT3 = IntegerFormat("int3", bits=3, max=3)
+INT2 = IntegerFormat("int2", bits=2, max=1)
 E4M3 = FloatFormat(
     "fp8_e4m3", bits=8, max=448, mantissa_bits=3, min_exponent=-6, dtype=torch.float8_e4m3fn
 )

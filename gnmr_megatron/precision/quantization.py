@@ -58,9 +58,11 @@ class PackedTensor:
 
     Attributes:
         codes: int8 [rows, bytes]. Groups of a row that have a scale of their own lie one after the other, a last
-            one that is smaller filled with zeros. 8 bits: a code a byte. 4 bits: of a group of n, column c in the
-            low and c + n / 2 in the high half of a byte. 6 bits: columns of the first three quarters of a group in
-            the low six bits of a byte, those of the last quarter spread over the two high bits of the three.
+            one that is smaller filled with zeros. 8 bits: a code a byte. 6 bits: columns of the first three
+            quarters of a group in the low six bits of a byte, those of the last quarter spread over the two high
+            bits of the three. 4, 3 and 2 bits: of a group of n, columns c, c + n / k, c + 2 n / k, ... in one
+            little-endian word, lowest bits first; k = 2, 8 and 4 codes in words of 1, 3 and 1 bytes, the j-th bytes
+            of all words of the group together.
         scales: [rows, groups], [1, width] or [1, 1], of a type of `SCALE_DTYPES`.
         how: format and blocks.
         width: columns of the matrix.
@@ -89,7 +91,7 @@ def pack(x: Tensor, how: Quantization, noise: Tensor | None = None) -> PackedTen
 
     Raises:
         ValueError: some but not all rows share a scale; or a group is not a multiple of what shares bytes, 2 columns
-            of 4 bits or 4 of 6 bits.
+            of 4 bits, 4 of 6 or 2 bits, 8 of 3 bits.
     """
     if how.rows not in (1, None):
         raise ValueError(f"codes cannot be kept where {how.rows} rows share a scale")
@@ -210,12 +212,15 @@ def _power_of_two_scales(amax: Tensor, number_format: NumberFormat) -> Tensor:
 def _pack_bits(codes: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return codes
-    if bits == 4:
-        low, high = codes.chunk(2, dim=1)
-        return _narrowed((low & 15) | (high << 4))
-    *thirds, last = codes.chunk(4, dim=1)
-    parts = [(part & 63) | (((last >> (2 * index)) & 3) << 6) for index, part in enumerate(thirds)]
-    return torch.cat([_narrowed(part) for part in parts], dim=1)
+    if bits == 6:
+        *thirds, last = codes.chunk(4, dim=1)
+        parts = [(part & 63) | (((last >> (2 * i)) & 3) << 6) for i, part in enumerate(thirds)]
+        return torch.cat([_narrowed(part) for part in parts], dim=1)
+    shared = columns_that_share_bytes(bits)
+    word, *others = [part & ((1 << bits) - 1) for part in codes.chunk(shared, dim=1)]
+    for index, part in enumerate(others, start=1):
+        word = word | (part << (bits * index))
+    return torch.cat([_narrowed(word >> shift) for shift in range(0, shared * bits, 8)], dim=1)
 
 
 def _narrowed(codes: Tensor) -> Tensor:
@@ -224,15 +229,20 @@ def _narrowed(codes: Tensor) -> Tensor:
 
 
 def _unpack_bits(packed: Tensor, bits: int) -> Tensor:
-    """Codes as int8, or int32 where they were packed; sign-extended where the format has 4 bits."""
+    """Codes as int8, or int32 where they were packed; sign-extended where the format has 4 bits or less."""
     if bits == 8:
         return packed
     wide = packed.float().to(torch.int32)  # see `_narrowed`
-    if bits == 4:
-        return torch.cat([(wide << 28) >> 28, wide >> 4], dim=1)
-    first, second, third = wide.chunk(3, dim=1)
-    last = ((first >> 6) & 3) | (((second >> 6) & 3) << 2) | (((third >> 6) & 3) << 4)
-    return torch.cat([first & 63, second & 63, third & 63, last], dim=1)
+    if bits == 6:
+        first, second, third = wide.chunk(3, dim=1)
+        last = ((first >> 6) & 3) | (((second >> 6) & 3) << 2) | (((third >> 6) & 3) << 4)
+        return torch.cat([first & 63, second & 63, third & 63, last], dim=1)
+    shared = columns_that_share_bytes(bits)
+    word, *others = [part & 255 for part in wide.chunk(shared * bits // 8, dim=1)]
+    for index, part in enumerate(others, start=1):
+        word = word | (part << (8 * index))
+    tops = [32 - bits * (index + 1) for index in range(shared)]
+    return torch.cat([(word << top) >> (32 - bits) for top in tops], dim=1)
 
 
 def _row_groups(x: Tensor, how: Quantization) -> Tensor:

@@ -14,14 +14,25 @@ from gnmr_megatron.precision.catalog import (
 )
 from gnmr_megatron.precision.config import PrecisionConfig
 from gnmr_megatron.precision.emulated import EmulatedPath
-from gnmr_megatron.precision.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT4, INT8, NumberFormat
+from gnmr_megatron.precision.formats import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    INT2,
+    INT3,
+    INT4,
+    INT8,
+    NumberFormat,
+)
 from gnmr_megatron.precision.paths import ExactPath, PrecisionPath, SavedPath
 from gnmr_megatron.precision.quantization import Quantization
 from gnmr_megatron.precision.scaled_matmul import ScaledMatmulPath
 
 FORMATS = {
     number_format.name: number_format
-    for number_format in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8, INT4)
+    for number_format in (E4M3, E5M2, E3M2, E2M3, E2M1, INT8, INT4, INT3, INT2)
 }
 _EXACT = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # E3M2 for weights, activations and gradients, as in MXFP6 training (arXiv 2310.10537)

@@ -10,7 +10,7 @@ FLOATS = {
     "fp6_e2m3": (2, 3, 1),
     "fp4_e2m1": (2, 1, 1),
 }
-INTEGERS = {"int8": 127, "int4": 7}
+INTEGERS = {"int8": 127, "int4": 7, "int3": 3, "int2": 1}
 
 
 def finite_values(name):

@@ -20,7 +20,7 @@ def results(x, how, noise):
     return packed.codes, packed.scales.float(), unpack(packed, x.dtype), values, scales.float()
 
 
-@pytest.mark.parametrize("name", ["fp6_e3m2", "int4"])
+@pytest.mark.parametrize("name", ["fp6_e3m2", "int4", "int3"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_fused_kernels_give_the_same_bits(fused, name, rounding):
     how = Quantization(FORMATS[name], 1, 32, "e8m0" if name == "fp6_e3m2" else "bf16", rounding)

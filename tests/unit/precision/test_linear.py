@@ -8,7 +8,7 @@ from gnmr_megatron.precision.quantization import pack, unpack
 from gnmr_megatron.precision.registry import precision_path
 
 CONFIG = PrecisionConfig(group_size=128)
-SAVED = ["saved_int8", "saved_int4"]
+SAVED = ["saved_int8", "saved_int4", "saved_int3", "saved_int2"]
 
 
 def operands(dtype, width=256, out=96):

@@ -119,7 +119,8 @@ def test_what_a_linear_keeps_is_what_the_table_says_and_near_the_limit_of_the_fo
     if name == "torch_fp8_tensorwise":
         table += 4 / 512
     assert measured == table
-    assert measured <= 1.05 * 1024 * PATHS[name].bits / 8
+    # scales are at most a BF16 number for 128 values, or two FP32 ones
+    assert measured <= 1024 * PATHS[name].bits / 8 + 1024 / 128 * 4 + 8
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "token", "block", "mx"])

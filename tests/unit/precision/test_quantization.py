@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gnmr_megatron.precision.catalog import columns_that_share_bytes
-from gnmr_megatron.precision.formats import E2M1, E3M2, E4M3, INT4, INT8
+from gnmr_megatron.precision.formats import E2M1, E3M2, E4M3, INT2, INT3, INT4, INT8
 from gnmr_megatron.precision.quantization import (
     PackedTensor,
     Quantization,
@@ -29,7 +29,7 @@ def back(x, how, noise=None):
     return unpack(pack(x, how, noise), x.dtype)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "int3", "int2"])
 @pytest.mark.parametrize("granularity", BLOCKS)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -63,11 +63,11 @@ def test_values_equal_the_slow_reference(name, granularity, seed, tokens, groups
 def test_every_block_is_rounded_by_its_own_scale(name, how):
     """Against the midpoint table, one block after the other, ragged edges included."""
     number_format = FORMATS[name]
-    x = torch.randn(200, 332, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(200, 328, generator=torch.Generator().manual_seed(1))
     how = Quantization(number_format, **how)
     values, scales = round_blocks(x, how)
-    height, width = how.rows or 200, how.columns or 332
-    for row, column in ((0, 0), (199, 331), (130, 129)):
+    height, width = how.rows or 200, how.columns or 328
+    for row, column in ((0, 0), (199, 327), (130, 129)):
         i, j = row // height, column // width
         block = (slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width))
         amax = np.abs(x[block].numpy()).max()
@@ -107,7 +107,16 @@ def test_int4_puts_two_codes_in_a_byte():
     assert packed.scales.tolist() == [[1.0]]
 
 
-@pytest.mark.parametrize(("name", "limit"), [("int8", 0.52), ("int4", 0.27)])
+def test_int3_puts_eight_codes_in_a_word_of_three_bytes():
+    x = torch.tensor([[-3.0, 1.0, 3.0, 0.0, 2.0, -2.0, -1.0, 3.0]])
+    packed = pack(x, granular(INT3, "token"))
+    word = sum((int(value) & 7) << (3 * column) for column, value in enumerate(x[0]))
+    assert packed.codes.view(torch.uint8).tolist() == [list(word.to_bytes(3, "little"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "limit"), [("int8", 0.52), ("int4", 0.27), ("int3", 0.2), ("int2", 0.14)]
+)
 def test_packed_bytes_stay_within_the_limit_of_bf16(name, limit):
     x = torch.randn(64, 256, dtype=torch.bfloat16)
     packed = pack(x, granular(FORMATS[name], "group", 128))
@@ -142,6 +151,8 @@ def test_stochastic_rounding_has_the_value_as_its_mean():
     ("number_format", "width", "message"),
     [
         (INT4, 5, "int4: groups of 5 columns must be multiples of 2"),
+        (INT3, 12, "int3: groups of 12 columns must be multiples of 8"),
+        (INT2, 6, "int2: groups of 6 columns must be multiples of 4"),
         (E3M2, 6, "fp6_e3m2: groups of 6 columns must be multiples of 4"),
     ],
 )
