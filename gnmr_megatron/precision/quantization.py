@@ -31,6 +31,8 @@ class Quantization:
             Microscaling specification, 2^(floor(log2 amax) - floor(log2 format.max)).
         rounding: to nearest, ties to even; or stochastic, with expectation equal to the value, but for values that
             their scale puts beyond the largest: a little with `bf16`, the top of a block with `e8m0`.
+        staleness: what scales are multiplied by. Not 1 only where a fault is injected: above it, small values become
+            0; below it, large ones saturate, as with scales that were measured some steps ago.
     """
 
     format: NumberFormat
@@ -38,6 +40,7 @@ class Quantization:
     columns: int | None = None
     scale: ScaleType = "bf16"
     rounding: Rounding = "nearest"
+    staleness: float = 1.0
 
     @property
     def transposed(self) -> Quantization:
@@ -102,7 +105,9 @@ def pack(x: Tensor, how: Quantization, noise: Tensor | None = None) -> PackedTen
             f"{how.format.name}: groups of {groups.shape[1]} columns must be multiples of {shared}"
         )
     noise = None if noise is None else _row_groups(noise, how)
-    codes, scales = _pack_groups((groups, noise), how.format, how.scale, how.shared_axes)
+    codes, scales = _pack_groups(
+        (groups, noise), how.format, how.scale, how.shared_axes, how.staleness
+    )
     return PackedTensor(codes.view(len(x), -1), _by_row(scales, how, len(x)), how, x.shape[1])
 
 
@@ -140,7 +145,7 @@ def round_blocks(
     groups = to_groups(x, how)
     noise = None if noise is None else to_groups(noise, how)
     axes = (1,) if is_block else how.shared_axes
-    values, scales = _round_groups((groups, noise), how.format, how.scale, axes)
+    values, scales = _round_groups((groups, noise), how.format, how.scale, axes, how.staleness)
     values = _from_squares(values, x.shape, how) if is_block else values.view(len(x), -1)
     return values[:, : x.shape[1]], scales
 
@@ -154,10 +159,11 @@ def _pack_groups(
     number_format: NumberFormat,
     scale: ScaleType,
     axes: tuple[int, ...],
+    staleness: float,
 ) -> tuple[Tensor, Tensor]:
     groups, noise = matrices
     assert groups is not None
-    scaled, scales = _scaled(groups, number_format, scale, axes)
+    scaled, scales = _scaled(groups, number_format, scale, axes, staleness)
     codes = encode(scaled, number_format, noise)
     return _pack_bits(codes, number_format.bits), scales
 
@@ -177,19 +183,26 @@ def _round_groups(
     number_format: NumberFormat,
     scale: ScaleType,
     axes: tuple[int, ...],
+    staleness: float,
 ) -> tuple[Tensor, Tensor]:
     groups, noise = matrices
     assert groups is not None
-    scaled, scales = _scaled(groups, number_format, scale, axes)
+    scaled, scales = _scaled(groups, number_format, scale, axes, staleness)
     return round_finite(scaled, number_format, noise) * scales.float(), scales
 
 
 def _scaled(
-    groups: Tensor, number_format: NumberFormat, scale: ScaleType, axes: tuple[int, ...]
+    groups: Tensor,
+    number_format: NumberFormat,
+    scale: ScaleType,
+    axes: tuple[int, ...],
+    staleness: float,
 ) -> tuple[Tensor, Tensor]:
     """FP32 values divided by their scales, and the scales."""
     groups = groups.float()
     amax = groups.abs().amax(dim=axes, keepdim=True)
+    if staleness != 1.0:
+        amax = amax * staleness
     if scale == "e8m0":
         scales = _power_of_two_scales(amax, number_format)
     else:

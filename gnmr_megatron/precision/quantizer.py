@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -23,6 +24,8 @@ class Quantizer:
     """
 
     def __init__(self) -> None:
+        self.staleness = 1.0
+        """See `Quantization.staleness`; of all that this linear quantises."""
         self._seed: Callable[[], int] = int
         self._passes: dict[Pass, int] = {}
         self._place = 0  # of the current pass among those of the step
@@ -45,13 +48,13 @@ class Quantizer:
 
     def pack(self, x: Tensor, how: Quantization) -> PackedTensor:
         """Codes and scales of a matrix; see `quantization.pack`."""
-        packed = pack(x, how, self._noise(x, how))
+        packed = pack(x, self._as_stale(how), self._noise(x, how))
         self._count(packed.scales)
         return packed
 
     def round(self, x: Tensor, how: Quantization) -> Tensor:
         """FP32 values of a matrix after rounding; see `quantization.round_blocks`."""
-        values, scales = round_blocks(x, how, self._noise(x, how))
+        values, scales = round_blocks(x, self._as_stale(how), self._noise(x, how))
         self._count(scales)
         return values
 
@@ -60,6 +63,9 @@ class Quantizer:
         count = 0 if self._non_finite is None else int(self._non_finite.item())
         self._non_finite = None
         return count
+
+    def _as_stale(self, how: Quantization) -> Quantization:
+        return how if self.staleness == 1.0 else replace(how, staleness=self.staleness)
 
     def _noise(self, x: Tensor, how: Quantization) -> Tensor | None:
         if how.rounding == "nearest":

@@ -13,6 +13,7 @@ from gnmr_megatron.errors import ConfigError, LayoutError
 from gnmr_megatron.models.config import LlamaConfig
 from gnmr_megatron.models.precision_plan import model_units, plan_problems, plan_units
 from gnmr_megatron.observability.config import TrackingConfig
+from gnmr_megatron.precision.catalog import PATHS
 from gnmr_megatron.precision.config import PrecisionConfig
 from gnmr_megatron.training.fault_settings import Fault, fault_problems, parse_fault
 
@@ -236,7 +237,10 @@ def validate(config: RunConfig, *, world_size: int, vocab_size: int) -> None:
         *precision_problems(config),
         *_schedule_problems(config),
         *fault_problems(
-            config.parsed_faults(), [unit.id for unit in model_units(config.model)], world_size
+            config.parsed_faults(),
+            [unit.id for unit in model_units(config.model)],
+            world_size,
+            with_scales=_units_with_scales(config),
         ),
     ]
     if problems:
@@ -350,6 +354,16 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
         // config.parallel.context_parallel_size
         * config.train.micro_batch_size,
     )
+
+
+def _units_with_scales(config: RunConfig) -> set[str]:
+    """Units whose low path quantises with scales of ours."""
+    try:
+        plans = plan_units(config.model, config.precision)
+    except ConfigError:
+        return {unit.id for unit in model_units(config.model)}  # precision_problems tells
+    families = ("saved", "emulated", "deepseek")
+    return {plan.unit.id for plan in plans if PATHS[plan.low].family in families}
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +16,8 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "scale_gradient": (("unit", "factor"), {}),
     "poison_gradient": (("unit",), {"value": math.nan}),
     "activation_burst": (("unit", "factor"), {"steps": 1}),
+    "stale_scale": (("unit", "factor"), {"steps": 1}),
+    "learning_rate_spike": (("factor",), {"steps": 1}),
     "bad_batch": ((), {}),
     "slow_rank": (("rank", "seconds"), {}),
     "kill_rank": (("rank",), {}),
@@ -33,7 +35,7 @@ class Fault:
         steps: steps in a row in which it happens.
         unit: glob on the ids of the units that it concerns.
         rank: the rank that it concerns.
-        factor: what gradients or outliers are multiplied by.
+        factor: what gradients, outliers, scales or the learning rate are multiplied by.
         value: what a gradient is overwritten with.
         seconds: how long a rank stands still.
     """
@@ -93,13 +95,27 @@ def _number(value: Any, number: type, where: str) -> Any:
         raise ConfigError(f"{where}: {value!r} is no {number.__name__}") from error
 
 
-def fault_problems(faults: list[Fault], ids: list[str], world_size: int) -> list[str]:
-    """One line for each fault that concerns a unit or rank that the run does not have."""
+def fault_problems(
+    faults: list[Fault], ids: list[str], world_size: int, *, with_scales: Collection[str]
+) -> list[str]:
+    """One line for each fault that concerns a unit, scale or rank that the run does not have.
+
+    Args:
+        faults: of the settings.
+        ids: all units.
+        world_size: number of ranks.
+        with_scales: units whose low path measures scales of its own.
+    """
     problems = []
     for index, fault in enumerate(faults):
         if fault.unit is not None and not fault.units_among(ids):
             hint = did_you_mean(fault.unit, ids)
             problems.append(f"faults[{index}].unit: '{fault.unit}' matches no unit{hint}")
+        elif fault.kind == "stale_scale" and not set(fault.units_among(ids)) & set(with_scales):
+            problems.append(
+                f"faults[{index}]: the low path of '{fault.unit}' keeps no scales of ours; stale_scale is for saved, "
+                "emulated and deepseek_* paths"
+            )
         if fault.rank is not None and not 0 <= fault.rank < world_size:
             problems.append(f"faults[{index}].rank: {fault.rank}, but there are {world_size} ranks")
     return problems

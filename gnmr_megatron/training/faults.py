@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor
 
 from gnmr_megatron.data.batches import Batch, GivesBatches
+from gnmr_megatron.models.recoverable_linear import RecoverableLinear
 from gnmr_megatron.training.fault_settings import Fault
+from gnmr_megatron.training.optimizer import ClippingOptimizer
 from gnmr_megatron.training.pipeline import NOTHING_TO_TELL, BatchLoss, RankStatus, RunsBatches
 from gnmr_megatron.training.recorder import RecordsRun
 
@@ -29,8 +32,9 @@ class FaultInjection:
         faults: what is to happen.
         batches: the run's batches.
         model: the run's model.
+        optimizer: the run's optimizer.
         linears: this rank's projections by global name.
-        unit_ids: all units of the model.
+        low_paths: low path of every unit by global name; scales become stale on it alone.
         recorder: is told of each fault.
         folder: of the run; remembers which rank was killed already, so that a restart goes on.
         rank: of this process.
@@ -44,8 +48,9 @@ class FaultInjection:
         *,
         batches: GivesBatches,
         model: RunsBatches,
+        optimizer: ClippingOptimizer,
         linears: Mapping[str, torch.nn.Module],
-        unit_ids: Sequence[str],
+        low_paths: Mapping[str, str],
         recorder: RecordsRun,
         folder: Path,
         rank: int,
@@ -53,7 +58,8 @@ class FaultInjection:
         vocab_size: int,
     ) -> None:
         self._faults, self._batches, self._model = list(faults), batches, model
-        self._linears, self._unit_ids = linears, list(unit_ids)
+        self._optimizer, self._linears, self._low_paths = optimizer, linears, low_paths
+        self._spike: tuple[float, float] | None = None  # usual and changed learning rate
         self._recorder, self._folder, self._rank = recorder, folder, rank
         self._step, self._vocab_size = step, vocab_size
         self._limit: tuple[int, int] | None = None
@@ -89,6 +95,8 @@ class FaultInjection:
         self, batches: Sequence[Batch], status: RankStatus = NOTHING_TO_TELL
     ) -> BatchLoss:
         """Accumulate gradients, then change those that faults concern."""
+        self._let_scales_be_stale()
+        self._change_learning_rate()
         loss = self._model.forward_backward(batches, status)
         for fault in (*self.now("scale_gradient"), *self.now("poison_gradient")):
             for name in fault.units_among(list(self._linears)):
@@ -99,6 +107,27 @@ class FaultInjection:
                 else:
                     gradient.fill_(fault.value)
         return loss
+
+    def _let_scales_be_stale(self) -> None:
+        """Recovered units measure theirs anew: that is what the recovery path is for."""
+        for name, linear in self._linears.items():
+            factors = [f.factor for f in self.now("stale_scale") if f.units_among([name])]
+            if isinstance(linear, RecoverableLinear) and linear.quantizer is not None:
+                is_low = linear.path.name == self._low_paths[name]
+                linear.quantizer.staleness = math.prod(factors) if is_low else 1.0
+
+    def _change_learning_rate(self) -> None:
+        usual, changed = self._spike or (0.0, math.nan)
+        if (
+            self._optimizer.learning_rate == changed
+        ):  # the step was skipped, and the scheduler left it
+            self._optimizer.scale_learning_rate(usual / changed)
+        self._spike = None
+        factor = math.prod(fault.factor for fault in self.now("learning_rate_spike"))
+        if factor != 1.0:
+            usual = self._optimizer.learning_rate
+            self._optimizer.scale_learning_rate(factor)
+            self._spike = usual, self._optimizer.learning_rate
 
     def _tell(self) -> None:
         for fault in self._faults:
@@ -111,7 +140,7 @@ class FaultInjection:
                     self._step,
                     kind="injected",
                     rank=fault.rank,
-                    units=fault.units_among(self._unit_ids),
+                    units=fault.units_among(list(self._low_paths)),
                     message=" ".join([fault.kind, *told]),
                 )
 

@@ -45,6 +45,11 @@ class ClippingOptimizer:
             )
         return bool(self.engine.step_with_ready_grads())
 
+    def scale_learning_rate(self, factor: float) -> None:
+        """Multiply the learning rate of the next update; the scheduler sets it anew after that."""
+        for group in self.engine.param_groups:
+            group["lr"] *= factor
+
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 
@@ -32,6 +33,8 @@ FAULTS = f"""[
   {{kind: scale_gradient, step: 20, unit: {FC1}, factor: 50}},
   {{kind: poison_gradient, step: 24, unit: {FC2}, value: .nan}},
   {{kind: activation_burst, step: 28, unit: {QKV}, factor: 100}},
+  {{kind: stale_scale, step: 30, unit: {FC1}, factor: 100}},
+  {{kind: learning_rate_spike, step: 31, factor: 30}},
   {{kind: bad_batch, step: 32}},
   {{kind: slow_rank, step: 36, rank: 1, seconds: 15}},
   {{kind: full_disk, step: 39, steps: 4}},
@@ -68,6 +71,8 @@ def test_every_injected_fault_is_told_as_such(faulty):
         (20, "scale_gradient", None, [FC1]),
         (24, "poison_gradient", None, [FC2]),
         (28, "activation_burst", None, [QKV]),
+        (30, "stale_scale", None, [FC1]),
+        (31, "learning_rate_spike", None, []),
         (32, "bad_batch", None, []),
         (36, "slow_rank", 1, []),
         *((step, "full_disk", None, []) for step in range(39, 43)),
@@ -97,6 +102,20 @@ def test_a_poisoned_gradient_is_skipped_and_named_with_its_rank(faulty):
 def test_outliers_of_an_activation_are_decided_upon(faulty):
     (decision,) = (event for event in events(faulty, DecisionEvent) if event.step == 28)
     assert decision.selected[0].unit == QKV
+
+
+def test_a_scale_far_too_large_makes_a_gradient_vanish_for_its_step(faulty):
+    matrix = read_risk_matrix(faulty)
+    column = matrix.units.index(FC1)
+    assert not matrix.recovered[29, column]
+    vanished = matrix.norms[:, column] == 0
+    assert np.flatnonzero(vanished).tolist() == [29]
+
+
+def test_a_learning_rate_spike_lasts_for_its_step(faulty):
+    rates = {event.step: event.learning_rate for event in events(faulty, StepEvent)}
+    usual = (rates[30] + rates[32]) / 2
+    assert rates[31] == pytest.approx(30 * usual, rel=0.05)
 
 
 def test_a_bad_batch_is_trained_on(faulty):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -135,6 +137,19 @@ def test_a_value_that_is_not_finite_stays_visible(number_format, granularity, sc
         assert not torch.isfinite(result[1, 3])
         if granularity != "tensor":
             assert torch.equal(result[0], x[0])
+
+
+def test_a_stale_scale_loses_small_values_or_saturates_large_ones():
+    x = torch.tensor([[1.0, 2.0, -7.0, 7.0]])  # the scale of INT4 is 1
+    how = granular(INT4, "tensor", scale="fp32")
+    for staleness, expected in (
+        (16.0, [0, 0, 0, 0]),
+        (2.0, [0, 2, -8, 8]),
+        (0.25, [1, 1.75, -1.75, 1.75]),
+    ):
+        stale = replace(how, staleness=staleness)
+        assert back(x, stale).tolist() == [expected]
+        assert round_blocks(x, stale)[0].tolist() == [expected]
 
 
 def test_stochastic_rounding_has_the_value_as_its_mean():

@@ -36,8 +36,14 @@ def test_units_and_ranks_that_are_not_there_are_named():
         parse_fault({"kind": "kill_rank", "step": 1, "rank": 4}, where=""),
         parse_fault({"kind": "scale_gradient", "step": 1, "unit": "*fc1", "factor": 2}, where=""),
     ]
-    problems = fault_problems(faults, ["decoder.layers.0.mlp.linear_fc1"], 4)
+    faults.append(
+        parse_fault({"kind": "stale_scale", "step": 1, "unit": "*fc1", "factor": 2}, where="")
+    )
+    ids = ["decoder.layers.0.mlp.linear_fc1"]
+    assert len(fault_problems(faults, ids, 4, with_scales=ids)) == 2
+    problems = fault_problems(faults, ids, 4, with_scales=[])
     assert [problem.partition(";")[0] for problem in problems] == [
         "faults[0].unit: '*fc3' matches no unit",
         "faults[1].rank: 4, but there are 4 ranks",
+        "faults[3]: the low path of '*fc1' keeps no scales of ours",
     ]
