@@ -65,6 +65,13 @@ class ControlConfig:
     window: int = 128
     """Number of steps in the mean (`mean: window`)."""
 
+    history: Literal["shared", "per_path"] = "shared"
+    """`shared`: one mean of a unit's norms, whatever path it was on, as in the paper; `per_path`: one for each path, so
+    that a norm that changes only with the path is no departure."""
+
+    fold_switches: bool = True
+    """Whether the first step of a unit on another path counts in its history."""
+
     collapse_ratio: float | None = None
     """Also recover a unit whose GNMR falls below this ratio (between 0 and 1). The paper has no such rule."""
 

@@ -126,6 +126,7 @@ class Controller:
         self._step = 0
         self._start()
         self.recovery_set: IntArray = np.zeros(0, dtype=np.int64)
+        self._was_recovered: BoolArray = np.zeros(len(units), dtype=np.bool_)
         if self._policy.is_open_loop:
             ones = np.ones(len(units))
             self.recovery_set = self._choose(
@@ -141,6 +142,7 @@ class Controller:
             mean=config.mean,
             ema_decay=config.ema_decay,
             window=config.window,
+            per_path=config.history == "per_path",
         )
         self._lock: IntArray = np.zeros(size, dtype=np.int64)
         self._steps_seen = 0
@@ -163,12 +165,21 @@ class Controller:
         norms = np.asarray(norms, dtype=np.float64)  # ratios take the type of the norms
         if norms.shape != (len(self.units),):
             raise ValueError(f"got norms of shape {norms.shape} for {len(self.units)} units")
+        recovered = np.zeros(len(self.units), dtype=np.bool_)
+        recovered[self.recovery_set] = True
+        stayed = recovered == self._was_recovered
         with np.errstate(all="ignore"):  # a ratio beyond float64 is inf or 0, and so it is meant
-            seen = self._observe(step, norms, *self._history.ratios(norms))
+            seen = self._observe(step, norms, *self._history.ratios(norms, recovered))
             decision = self._choose(seen, updated=updated)
             if updated:
                 self._policy.fold(seen)
-                self._history.fold(norms, seen.gnmr)
+                self._history.fold(
+                    norms,
+                    seen.gnmr,
+                    on_recovery=recovered,
+                    counted=None if self.config.fold_switches else stayed,
+                )
+        self._was_recovered = recovered
         self._lock = decision.lock
         self._steps_seen += 1
         self._step = step
@@ -234,6 +245,7 @@ class Controller:
             "steps_seen": self._steps_seen,
             "step": self._step,
             "recovery_set": self.recovery_set.tolist(),
+            "was_recovered": np.flatnonzero(self._was_recovered).tolist(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -256,6 +268,9 @@ class Controller:
         self.recovery_set = self._switched(
             np.array(state["recovery_set"], dtype=np.int64), self._step
         )
+        self._was_recovered = np.zeros(len(self.units), dtype=np.bool_)
+        # states of earlier versions do not know it
+        self._was_recovered[state.get("was_recovered", self.recovery_set.tolist())] = True
 
     def _check_units(self, ids: Sequence[str]) -> None:
         saved, held = set(ids), set(self.units.ids)

@@ -49,10 +49,21 @@ def delta_gnmr(current: FloatArray, recent_mean: FloatArray, is_full: BoolArray)
     return ratio
 
 
+MeanKind = Literal["cumulative", "ema", "window"]
+
+
 class GradNormHistory:
     """What GNMR remembers of each unit: the mean of past norms and the last delta GNMR values.
 
     Sums run in float64 in the order of the steps, so that a reimplementation can match them bit for bit.
+
+    Args:
+        num_units: number of units.
+        delta: number of GNMR values to remember.
+        mean: which mean of past norms.
+        ema_decay: of `ema`.
+        window: number of norms of `window`.
+        per_path: whether norms of the two paths have a mean each; else one for both.
     """
 
     def __init__(
@@ -60,80 +71,149 @@ class GradNormHistory:
         num_units: int,
         *,
         delta: int,
-        mean: Literal["cumulative", "ema", "window"] = "cumulative",
+        mean: MeanKind = "cumulative",
         ema_decay: float = 0.99,
         window: int = 128,
+        per_path: bool = False,
     ) -> None:
-        self._mean_kind, self._ema_decay = mean, ema_decay
         self.count: IntArray = np.zeros(num_units, dtype=np.int64)
         """[units] norms folded in so far."""
-        self._total: FloatArray = np.zeros(num_units)
-        """[units] sum of norms; for `ema` the decayed sum of (1 - decay) * norm."""
-        self._weight: FloatArray = np.zeros(num_units)
-        """[units] what the total is divided by: the count, or for `ema` the decayed sum of (1 - decay)."""
+        self._means = {
+            prefix: _NormMean(num_units, mean, ema_decay=ema_decay, window=window)
+            for prefix in (("", "recovery_") if per_path else ("",))
+        }
         self._recent: FloatArray = np.zeros((delta, num_units))
         """[delta, units] last GNMR values, oldest first, filled from the end."""
-        self._past: FloatArray = np.zeros((window if mean == "window" else 0, num_units))
-        """[window, units] last norms, oldest first; only for `window`."""
 
-    def mean(self) -> FloatArray:
-        """[units] mean of the past norms; 0 where there is no history."""
-        total, weight = self._total, self._weight
-        if self._mean_kind == "window":
-            total, weight = _sum_rows(self._past), np.minimum(weight, float(len(self._past)))
-        mean: FloatArray = np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)
-        return mean
+    def mean(self, on_recovery: BoolArray | None = None) -> FloatArray:
+        """[units] mean of the past norms; 0 where there is no history.
 
-    def ratios(self, norms: FloatArray) -> tuple[FloatArray, FloatArray]:
+        Args:
+            on_recovery: [units] on which path a unit is; only where paths have a mean each.
+        """
+        mean = self._means[""].mean()
+        if on_recovery is None or len(self._means) == 1:
+            return mean
+        return np.where(on_recovery, self._means["recovery_"].mean(), mean)
+
+    def recent_mean(self) -> FloatArray:
+        """[units] mean of the last delta GNMR values; of no use where there are fewer yet."""
+        return _sum_rows(self._recent) / len(self._recent)
+
+    def ratios(
+        self, norms: FloatArray, on_recovery: BoolArray | None = None
+    ) -> tuple[FloatArray, FloatArray]:
         """GNMR and delta-GNMR of this step's norms, [units] float64 each; changes nothing."""
-        delta = len(self._recent)
-        current = gnmr(norms, self.mean())
-        return current, delta_gnmr(current, _sum_rows(self._recent) / delta, self.count >= delta)
+        current = gnmr(norms, self.mean(on_recovery))
+        is_full = self.count >= len(self._recent)
+        return current, delta_gnmr(current, self.recent_mean(), is_full)
 
-    def fold(self, norms: FloatArray, current: FloatArray) -> None:
-        """Add a step's norms and GNMR values; a unit whose norm is not finite is left out."""
-        finite = np.isfinite(norms)
-        kept = np.where(finite, norms, 0.0)
-        if self._mean_kind == "ema":
-            # total / weight is the bias-corrected mean; no power of the decay, which differs between machines
-            new = 1.0 - self._ema_decay
-            self._total = np.where(finite, self._ema_decay * self._total + new * kept, self._total)
-            self._weight = np.where(finite, self._ema_decay * self._weight + new, self._weight)
+    def fold(
+        self,
+        norms: FloatArray,
+        current: FloatArray,
+        *,
+        on_recovery: BoolArray | None = None,
+        counted: BoolArray | None = None,
+    ) -> None:
+        """Add a step's norms and GNMR values; a unit whose norm is not finite is left out.
+
+        Args:
+            norms: [units] of the step.
+            current: [units] GNMR of the step.
+            on_recovery: [units] on which path a unit was; only where paths have a mean each.
+            counted: [units] which of them to add; all by default.
+        """
+        where = np.isfinite(norms) if counted is None else np.isfinite(norms) & counted
+        if on_recovery is None or len(self._means) == 1:
+            self._means[""].fold(norms, where)
         else:
-            self._total += kept
-            self._weight += finite
-        if self._mean_kind == "window":
-            self._past = _shifted(self._past, norms, finite)
-        self._recent = _shifted(self._recent, current, finite)
-        self.count += finite
+            self._means[""].fold(norms, where & ~on_recovery)
+            self._means["recovery_"].fold(norms, where & on_recovery)
+        self._recent = _shifted(self._recent, current, where)
+        self.count += where
 
     def state_dict(self) -> dict[str, Any]:
         """Arrays whose last axis is the unit."""
-        return {
-            "count": self.count.copy(),
-            "total": self._total.copy(),
-            "weight": self._weight.copy(),
-            "recent": self._recent.copy(),
-            "past": self._past.copy(),
+        means = {
+            prefix + name: array
+            for prefix, mean in self._means.items()
+            for name, array in mean.state_dict().items()
         }
+        return {"count": self.count.copy(), "recent": self._recent.copy(), **means}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict()`.
 
         Raises:
-            ValueError: delta or window differ from those of the saved history.
+            ValueError: delta or window differ from those of the saved history, or one of the two has a mean for each
+                path and the other has not.
         """
-        for name in ("recent", "past"):
-            held, saved = getattr(self, f"_{name}"), np.asarray(state[name], dtype=np.float64)
-            if held.shape != saved.shape:
-                raise ValueError(
-                    f"history `{name}` has shape {saved.shape}, the settings ask for {held.shape}"
-                )
+        saved, held = ("recovery_total" in state), len(self._means) > 1
+        if saved != held:
+            words = {False: "one mean for both paths", True: "a mean for each path"}
+            raise ValueError(
+                f"the saved history has {words[saved]}, the settings ask for {words[held]} (gnmr.history)"
+            )
+        recent = _of_shape("recent", state["recent"], self._recent.shape)
+        for prefix, mean in self._means.items():
+            mean.load_state_dict({name: state[prefix + name] for name in _NormMean.STATE})
+        self._recent = recent
         self.count = np.array(state["count"], dtype=np.int64)
+
+
+class _NormMean:
+    """Mean of the norms that were folded in, for each unit."""
+
+    STATE = ("total", "weight", "past")
+
+    def __init__(self, num_units: int, kind: MeanKind, *, ema_decay: float, window: int) -> None:
+        self._kind, self._ema_decay = kind, ema_decay
+        self._total: FloatArray = np.zeros(num_units)
+        """[units] sum of norms; for `ema` the decayed sum of (1 - decay) * norm."""
+        self._weight: FloatArray = np.zeros(num_units)
+        """[units] what the total is divided by: the count, or for `ema` the decayed sum of (1 - decay)."""
+        self._past: FloatArray = np.zeros((window if kind == "window" else 0, num_units))
+        """[window, units] last norms, oldest first; only for `window`."""
+
+    def mean(self) -> FloatArray:
+        """[units]; 0 where nothing was folded in."""
+        total, weight = self._total, self._weight
+        if self._kind == "window":
+            total, weight = _sum_rows(self._past), np.minimum(weight, float(len(self._past)))
+        mean: FloatArray = np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)
+        return mean
+
+    def fold(self, norms: FloatArray, where: BoolArray) -> None:
+        """Add the norms of the units in `where`, which are finite."""
+        kept = np.where(where, norms, 0.0)
+        if self._kind == "ema":
+            # total / weight is the bias-corrected mean; no power of the decay, which differs between machines
+            new = 1.0 - self._ema_decay
+            self._total = np.where(where, self._ema_decay * self._total + new * kept, self._total)
+            self._weight = np.where(where, self._ema_decay * self._weight + new, self._weight)
+        else:
+            self._total += kept
+            self._weight += where
+        if self._kind == "window":
+            self._past = _shifted(self._past, norms, where)
+
+    def state_dict(self) -> dict[str, FloatArray]:
+        """Arrays whose last axis is the unit."""
+        return {name: getattr(self, f"_{name}").copy() for name in self.STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict()`; ValueError where the window differs."""
+        self._past = _of_shape("past", state["past"], self._past.shape)
         self._total = np.array(state["total"], dtype=np.float64)
         self._weight = np.array(state["weight"], dtype=np.float64)
-        self._recent = np.array(state["recent"], dtype=np.float64)
-        self._past = np.array(state["past"], dtype=np.float64)
+
+
+def _of_shape(name: str, saved: Any, shape: tuple[int, ...]) -> FloatArray:
+    array = np.array(saved, dtype=np.float64)
+    if array.shape != shape:
+        raise ValueError(f"history `{name}` has shape {array.shape}, the settings ask for {shape}")
+    return array
 
 
 def _sum_rows(rows: FloatArray) -> FloatArray:

@@ -12,6 +12,10 @@ Semantics, in words, for whoever reimplements it:
 - The candidates of highest score are selected, up to the budget; the earlier unit wins a tie.
 - A selected risky unit gets its lock set to `lock_steps`; every other lock above 0 goes down by one.
 - In `active` mode the selected units are recovered in the next step, in `monitor` mode none.
+- With `history: per_path`, GNMR's mean is over the earlier norms of the same path only (a unit is on its recovery path
+  in the step after it was put into the recovery set); delta-GNMR's GNMR values are those of both paths.
+- Without `fold_switches`, the first step of a unit on another path than the step before is not remembered. The first
+  step of all counts as one on the low path before.
 - Warm-up counts decisions, those of skipped steps too. A schedule of the budget is rounded down.
 """
 
@@ -49,9 +53,12 @@ class ReferenceUnit:
 
     def __init__(self):
         self.norms, self.gnmrs, self.lock = [], [], 0
+        self.is_recovered = self.was_recovered = False
 
     def mean(self, settings):
-        norms, kind = self.norms, settings.get("mean", "cumulative")
+        norms, kind = [norm for norm, _ in self.norms], settings.get("mean", "cumulative")
+        if settings.get("history") == "per_path":
+            norms = [norm for norm, path in self.norms if path == self.is_recovered]
         if not norms:
             return 0.0
         if kind == "window":
@@ -114,9 +121,12 @@ class ReferenceController:
                 unit.lock = settings["lock_steps"]
             elif unit.lock > 0:
                 unit.lock -= 1
-            if updated and math.isfinite(norms[i]):
-                unit.norms.append(norms[i])
+            counts = settings.get("fold_switches", True) or unit.is_recovered == unit.was_recovered
+            if updated and math.isfinite(norms[i]) and counts:
+                unit.norms.append((norms[i], unit.is_recovered))
                 unit.gnmrs.append(ratios[i][0])
+            unit.was_recovered = unit.is_recovered
+            unit.is_recovered = i in selected and settings.get("mode") != "monitor"
         self.steps += 1
         return {
             "selected": selected,

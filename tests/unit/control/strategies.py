@@ -31,6 +31,8 @@ SETTINGS = st.fixed_dictionaries(
         "warmup_steps": st.integers(0, 8),
         "collapse_ratio": st.none() | st.floats(0.05, 0.9),
         "mean": st.sampled_from(MEANS),
+        "history": st.sampled_from(["shared", "shared", "per_path"]),
+        "fold_switches": st.sampled_from([True, True, False]),
         "ema_decay": st.floats(0.1, 0.99),
         "window": st.integers(1, 6) | st.just(20),
         "seed": st.integers(0, 3),
@@ -41,6 +43,9 @@ NORMS = st.one_of(
     st.floats(0.5, 2.0),
     st.sampled_from([0.0, 1.0, 1.0, 3.0, math.inf, -math.inf, math.nan, 1e-300]),
 )
+
+PATHS_DO_NOT_MATTER = {"history": "shared", "fold_switches": True}
+"""Settings with which the path that a unit is on plays no part in its history."""
 
 STEADY = {
     "alpha": 3.0,

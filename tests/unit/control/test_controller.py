@@ -13,6 +13,7 @@ from tests.unit.control.strategies import (
     CLOSED_LOOP,
     MEANS,
     OPEN_LOOP,
+    PATHS_DO_NOT_MATTER,
     POLICIES,
     SETTINGS,
     STEADY,
@@ -89,6 +90,7 @@ def test_nothing_is_recovered_in_warm_up(trace, config, policy):
 @settings(max_examples=60, deadline=None)
 def test_monitor_decides_alike_and_recovers_nothing(trace, config, policy):
     count, norms, updated = trace
+    config = {**config, **PATHS_DO_NOT_MATTER}
     active, monitor = (
         make(count, config, policy=policy, mode=mode) for mode in ("active", "monitor")
     )

@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.control.controller import Controller, DisabledController
 from gnmr_megatron.control.units import Unit, UnitTable
-from tests.unit.control.strategies import MEANS, POLICIES, SETTINGS, TRACES, bits, make, run, units
+from tests.unit.control.strategies import (
+    MEANS,
+    PATHS_DO_NOT_MATTER,
+    POLICIES,
+    SETTINGS,
+    STEADY,
+    TRACES,
+    bits,
+    make,
+    run,
+    units,
+)
 
 
 def through_json(state):
@@ -132,6 +143,7 @@ def test_monitor_mode_holds_from_the_first_step_after_resuming():
 @settings(max_examples=60, deadline=None)
 def test_after_a_restart_the_controller_decides_like_a_new_one(trace, config, policy):
     count, norms, updated = trace
+    config = {**config, **PATHS_DO_NOT_MATTER}
     controller = make(count, config, policy=policy)
     run(controller, norms, updated)
     controller.restart_history()
@@ -159,3 +171,33 @@ def test_a_disabled_controller_recovers_nothing_and_has_no_state():
     controller.load_state_dict(through_json(controller.state_dict()))
     assert controller.state_dict() == {}
     assert controller.recovery_set.tolist() == []
+
+
+def test_each_path_has_a_mean_of_its_own_and_the_state_says_which():
+    """A norm that is four times as large on the recovery path is no departure there."""
+    changes = {
+        "history": "per_path",
+        "alpha": 3.0,
+        "lock_steps": 4,
+        "delta": 50,
+        "max_recovered": 1,
+    }
+    controller = make(1, STEADY, **changes)
+    run(controller, [[1.0]] * 5 + [[8.0]])  # risky: recovered from step 7 on, for five steps
+    decisions = run(controller, [[4.0], [4.0], [8.0]], first=7)
+    assert [float(decision.gnmr[0]) for decision in decisions] == [1.0, 1.0, 2.0]
+    shared = make(1, STEADY, **{**changes, "history": "shared"})
+    run(shared, [[1.0]] * 5 + [[8.0]])
+    assert run(shared, [[4.0]], first=7)[0].gnmr[0] == 4.0 / (13.0 / 6.0)
+    with pytest.raises(ValueError, match="the saved history has a mean for each path"):
+        shared.load_state_dict(controller.state_dict())
+
+
+def test_a_step_on_another_path_than_the_one_before_is_not_remembered_unless_asked_for():
+    changes = {"fold_switches": False, "lock_steps": 1, "delta": 50, "max_recovered": 1}
+    controller = make(1, STEADY, **changes)
+    run(controller, [[1.0]] * 4)
+    run(controller, [[8.0]], first=5)  # 4 x 1 and 8: the mean is 12 / 5
+    run(controller, [[100.0]], first=6)  # switched: left out
+    (decision,) = run(controller, [[12.0]], first=7)
+    assert decision.gnmr[0] == 12.0 / (12.0 / 5.0)

@@ -38,7 +38,7 @@ def test_every_mean_equals_one_that_is_summed_afresh(trace, mean, window, ema_de
             continue
         history.fold(np.array(row), np.ones(count))
         for unit, norm in zip(slow, row, strict=True):
-            unit.norms += [norm] if math.isfinite(norm) else []
+            unit.norms += [(norm, False)] if math.isfinite(norm) else []
 
 
 @given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=60), st.floats(0.01, 0.99))
