@@ -33,6 +33,10 @@ VERBS = {
         "gnmr_megatron.cli.checkpoint",
         "list, verify and prune the checkpoints of a run",
     ),
+    "experiment": (
+        "gnmr_megatron.cli.experiment",
+        "compare policies and paths over a matrix of runs",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

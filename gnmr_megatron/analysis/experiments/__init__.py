@@ -1,0 +1,1 @@
+"""Experiment suites: a matrix of runs as data, taken through the command line, and what came out of it."""

@@ -1,0 +1,224 @@
+"""The runs of a suite: which there are, which are done, and taking the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gnmr_megatron.analysis.experiments.suite import Arm, Size, Suite
+from gnmr_megatron.analysis.recorded_run import RecordedRun
+from gnmr_megatron.errors import ConfigError, DataError, GnmrError
+from gnmr_megatron.observability.append_file import replace_file
+from gnmr_megatron.observability.events import FinishEvent
+
+ENDED = ("completed", "diverged")
+"""Reasons of a finish after which a run is a result."""
+
+MESSAGE_LINES = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run of a matrix.
+
+    Attributes:
+        arm: its arm.
+        seed: its seed.
+        folder: run folder.
+        base: configuration file.
+        settings: dotted keys on top of it.
+    """
+
+    arm: Arm
+    seed: int
+    folder: Path
+    base: Path
+    settings: Mapping[str, Any]
+
+    @property
+    def sidecar(self) -> Path:
+        """File that remembers the settings it was started with."""
+        return self.folder.with_suffix(".settings.yaml")
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it came to an end that is a result."""
+        try:
+            finishes = list(RecordedRun(self.folder).events_of(FinishEvent))
+        except DataError:
+            return False
+        return bool(finishes) and finishes[-1].reason in ENDED
+
+    def command(self) -> list[str]:
+        """What takes it, or goes on with it."""
+        return [
+            sys.executable, "-m", "gnmr_megatron", "train",
+            "--config", str(self.base), "--config", str(self.sidecar),
+            "--runs_dir", str(self.folder.parent), "--name", self.folder.name, "--resume", "auto",
+        ]  # fmt: skip
+
+
+def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -> list[PlannedRun]:
+    """All runs of a suite, those first whose budget others take."""
+    arms = [suite.arms[name] for name in size.arms] or list(suite.arms.values())
+    names = {arm.name for arm in arms}
+    for arm in arms:
+        if arm.budget_of is not None and arm.budget_of not in names:
+            raise ConfigError(
+                f"experiment {suite.name}: arm {arm.name} needs {arm.budget_of}, which this size leaves out"
+            )
+    runs = [
+        PlannedRun(
+            arm=arm,
+            seed=seed,
+            folder=output / f"{arm.name}-s{seed}",
+            base=size.base,
+            settings={
+                **suite.settings,
+                **arm.settings,
+                **size.settings,
+                "seed": seed,
+                **overrides,
+            },
+        )
+        for arm in arms
+        for seed in (size.seeds[:1] if arm.without_seeds else size.seeds)
+    ]
+    return sorted(runs, key=lambda run: run.arm.budget_of is not None)
+
+
+def take(
+    runs: Sequence[PlannedRun],
+    *,
+    at_once: int,
+    tell: Callable[[PlannedRun, str], None],
+) -> list[str]:
+    """Take all runs that are not done, several at a time.
+
+    Args:
+        runs: of a suite.
+        at_once: how many at a time.
+        tell: called with a run and `started`, `done`, `was done` or `failed`, in one thread.
+
+    Returns:
+        A message for each run that failed; the others went on.
+
+    Raises:
+        ConfigError: a run was started with other settings before.
+    """
+    done = {run.folder for run in runs if run.is_done}
+    for run in runs:
+        _check_sidecar(run)
+        if run.folder in done:
+            tell(run, "was done")
+    waiting = [run for run in runs if run.folder not in done]
+    failures: list[str] = []
+    environment = _environment(at_once)
+    with ThreadPoolExecutor(at_once) as pool:
+        going: dict[Future[str | None], PlannedRun] = {}
+        while waiting or going:
+            for run in list(_ready(waiting, done)):
+                if len(going) >= at_once:
+                    break
+                waiting.remove(run)
+                tell(run, "started")
+                going[pool.submit(_take_one, run, runs, environment)] = run
+            if not going:
+                failures += [
+                    f"{run.folder.name}: needs the run of {run.arm.budget_of}" for run in waiting
+                ]
+                break
+            finished, _ = wait(going, return_when=FIRST_COMPLETED)
+            for future in finished:
+                run = going.pop(future)
+                problem = future.result()
+                tell(run, "failed" if problem else "done")
+                if problem:
+                    failures.append(f"{run.folder.name}: {problem}")
+                else:
+                    done.add(run.folder)
+    return failures
+
+
+def _ready(waiting: Sequence[PlannedRun], done: set[Path]) -> Iterator[PlannedRun]:
+    """Runs whose budget, if they take one from another, is known."""
+    for run in list(waiting):
+        if run.arm.budget_of is None or _budget_folder(run) in done:
+            yield run
+
+
+def _budget_folder(run: PlannedRun) -> Path:
+    return run.folder.with_name(f"{run.arm.budget_of}-s{run.seed}")
+
+
+def _take_one(
+    run: PlannedRun, runs: Sequence[PlannedRun], environment: Mapping[str, str]
+) -> str | None:
+    """Take a run in processes of its own; the end of its messages where it failed."""
+    try:
+        _write_sidecar(run)
+    except (GnmrError, OSError) as error:
+        return str(error)
+    log = run.folder.with_suffix(".log")
+    with log.open("w") as file:
+        result = subprocess.run(
+            run.command(), stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+        )
+    if result.returncode == 0 or run.is_done:
+        return None
+    with contextlib.suppress(OSError):
+        lines = log.read_text().strip().splitlines()
+        return f"exit code {result.returncode}; {log} ends:\n  " + "\n  ".join(
+            lines[-MESSAGE_LINES:]
+        )
+    return f"exit code {result.returncode}"
+
+
+def _write_sidecar(run: PlannedRun) -> None:
+    settings: dict[str, Any] = {}
+    own = dict(run.settings)
+    if run.arm.budget_of is not None:
+        own["gnmr.max_recovered"] = recovered_after_each_step(RecordedRun(_budget_folder(run)))
+    for key, value in own.items():
+        place = settings
+        *parents, last = key.split(".")
+        for parent in parents:
+            place = place.setdefault(parent, {})
+        place[last] = value
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    # the comment tells of settings without the budget, which follows from another run
+    head = f"# {json.dumps(dict(run.settings), sort_keys=True)}\n"
+    replace_file(run.sidecar, (head + yaml.safe_dump(settings, sort_keys=False)).encode())
+
+
+def _check_sidecar(run: PlannedRun) -> None:
+    try:
+        head = run.sidecar.read_text().partition("\n")[0].removeprefix("# ")
+    except OSError:
+        return
+    if json.loads(head) != json.loads(json.dumps(dict(run.settings))):
+        raise ConfigError(
+            f"{run.folder}: was started with other settings ({run.sidecar}); remove it, or give another --output"
+        )
+
+
+def recovered_after_each_step(run: RecordedRun) -> dict[int, int]:
+    """How many units were selected after each step: a budget for another run that is to recover as many."""
+    matrix = run.matrix
+    counts = matrix.selected.sum(axis=1)
+    return {int(step): int(count) for step, count in zip(matrix.steps, counts, strict=True)}
+
+
+def _environment(at_once: int) -> dict[str, str]:
+    threads = max(1, (os.cpu_count() or 1) // at_once)
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "WANDB_SILENT": "true"}

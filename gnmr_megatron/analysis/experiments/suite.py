@@ -1,0 +1,186 @@
+"""A suite of runs as its YAML file says: arms, sizes, seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gnmr_megatron.errors import ConfigError, did_you_mean
+
+SMOKE = "smoke"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One setting of a suite, to be run with each seed.
+
+    Attributes:
+        name: of the arm.
+        settings: dotted keys of a run.
+        budget_of: arm whose recovered units of each step are this one's budget; for controls that are to recover as
+            much as it does.
+        without_seeds: run with the first seed only.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    budget_of: str | None = None
+    without_seeds: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How large the runs of a suite are.
+
+    Attributes:
+        base: configuration file of all runs.
+        seeds: one run of each arm for each.
+        settings: dotted keys on top of the base.
+        arms: names of the arms to run; all where it is empty.
+    """
+
+    base: Path
+    seeds: tuple[int, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    arms: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """A matrix of runs.
+
+    Attributes:
+        name: of the file.
+        question: what it asks, in a sentence.
+        settings: dotted keys of all runs.
+        arms: by name.
+        sizes: by name; `smoke` and `small` run on a laptop.
+        low: arm of the low path, from which the gap to close is counted.
+        high: arm of the high path, up to which it is counted.
+        oracle: arm with the best choice at the same budget, or None.
+    """
+
+    name: str
+    question: str
+    settings: Mapping[str, Any]
+    arms: Mapping[str, Arm]
+    sizes: Mapping[str, Size]
+    low: str
+    high: str
+    oracle: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Suite:
+        """A suite from its file.
+
+        Raises:
+            ConfigError: it is missing, no YAML, or a key is missing, unknown or names an arm that is not there.
+        """
+        try:
+            content = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
+        plain = _fields(content, cls, where=str(path), given={"name"})
+        arms = {
+            name: Arm(name=name, **_fields(arm, Arm, where=f"{path}: arms.{name}", given={"name"}))
+            for name, arm in _mapping(plain["arms"], f"{path}: arms").items()
+        }
+        sizes = {
+            name: _size(path, name, size)
+            for name, size in _mapping(plain["sizes"], f"{path}: sizes").items()
+        }
+        suite = cls(**{**plain, "name": path.stem, "arms": arms, "sizes": sizes})
+        suite._check(path)
+        return suite
+
+    def _check(self, path: Path) -> None:
+        named = {"low": self.low, "high": self.high}
+        if self.oracle is not None:
+            named["oracle"] = self.oracle
+        for arm in self.arms.values():
+            if arm.budget_of is not None:
+                named[f"arms.{arm.name}.budget_of"] = arm.budget_of
+        for size_name, size in self.sizes.items():
+            named.update(
+                {f"sizes.{size_name}.arms[{index}]": arm for index, arm in enumerate(size.arms)}
+            )
+        for key, arm_name in named.items():
+            if arm_name not in self.arms:
+                raise ConfigError(
+                    f"{path}: {key}: no arm `{arm_name}`{did_you_mean(arm_name, list(self.arms))}"
+                )
+        for arm in self.arms.values():
+            if arm.budget_of is not None and self.arms[arm.budget_of].budget_of is not None:
+                raise ConfigError(
+                    f"{path}: arms.{arm.name}.budget_of: {arm.budget_of} takes its budget from another arm itself"
+                )
+
+    def size(self, name: str) -> Size:
+        """The size of that name.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if name not in self.sizes:
+            raise ConfigError(
+                f"size: {self.name} has no `{name}`{did_you_mean(name, list(self.sizes), list_all=True)}"
+            )
+        return self.sizes[name]
+
+
+def find_suite(name: str, folder: Path) -> Suite:
+    """The suite of a name in a folder of suites, or of a path.
+
+    Raises:
+        ConfigError: there is none; lists those that there are.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return Suite.read(path)
+    known = sorted(item.stem for item in folder.glob("*.yaml"))
+    if name not in known:
+        raise ConfigError(
+            f"no experiment `{name}` in {folder}{did_you_mean(name, known, list_all=True)}"
+            if known
+            else f"{folder}: holds no experiments; run this from a clone, or give the path of a suite"
+        )
+    return Suite.read(folder / f"{name}.yaml")
+
+
+def _size(path: Path, name: str, content: Any) -> Size:
+    plain = _fields(content, Size, where=f"{path}: sizes.{name}")
+    return Size(
+        base=path.parent / str(plain["base"]),
+        seeds=tuple(int(seed) for seed in plain["seeds"]),
+        settings=_mapping(plain.get("settings", {}), f"{path}: sizes.{name}.settings"),
+        arms=tuple(plain.get("arms", ())),
+    )
+
+
+def _fields(
+    content: Any, kind: type, *, where: str, given: set[str] | None = None
+) -> dict[str, Any]:
+    """The fields of a dataclass out of a mapping; unknown and missing ones are refused."""
+    plain = _mapping(content, where)
+    fields = {f.name: f for f in dataclasses.fields(kind) if f.name not in (given or set())}
+    for key in plain:
+        if key not in fields:
+            raise ConfigError(f"{where}: unknown key `{key}`{did_you_mean(str(key), list(fields))}")
+    for name, item in fields.items():
+        is_needed = (
+            item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+        )
+        if is_needed and name not in plain:
+            raise ConfigError(f"{where}: `{name}` is missing")
+    return plain
+
+
+def _mapping(content: Any, where: str) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: must hold `key: value` pairs")
+    return content

@@ -1,0 +1,172 @@
+"""`gnmr-megatron experiment NAME`: take the runs of a suite, and tell what came out of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from gnmr_megatron.analysis.experiments.matrix import PlannedRun, plan, take
+from gnmr_megatron.analysis.experiments.results import (
+    RunFigures,
+    as_csv,
+    as_json,
+    as_markdown,
+    by_arm,
+    figures_of,
+)
+from gnmr_megatron.analysis.experiments.suite import SMOKE, find_suite
+from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.observability.append_file import replace_file
+
+SUITES = Path("configs/experiments")
+
+DESCRIPTION = """\
+Take a matrix of runs (arms x seeds) and compare them: held-out loss with 95 % intervals, share of the gap between low
+and high path that is closed, recovered unit-steps, spikes, detection of faults. Runs that are done stay; the others
+start, or go on where they stopped.
+
+Writes OUTPUT/results.csv, results.md and a run folder for each run."""
+
+EPILOG = """\
+examples:
+  gnmr-megatron experiment activation_stress --smoke
+  gnmr-megatron experiment activation_stress
+  gnmr-megatron experiment transient_faults --json
+  gnmr-megatron experiment activation_stress --size llama2_350m --dry-run    # what to start on a cluster"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Take a suite."""
+    parser = argparse.ArgumentParser(
+        prog="gnmr-megatron experiment",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", help=f"a file of {SUITES} without its ending, or the path of one")
+    parser.add_argument("--size", default="small", help="size of the runs (default: small)")
+    parser.add_argument("--smoke", action="store_true", help=f"short for --size {SMOKE}")
+    parser.add_argument("--output", type=Path, help="folder (default: runs/experiments/NAME-SIZE)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="runs at a time (default: a core each)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="change a setting of all runs; may be given again",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, take no run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object of the figures")
+    options = parser.parse_args(arguments)
+    suite = find_suite(options.name, SUITES)
+    size_name = SMOKE if options.smoke else options.size
+    output = options.output or Path("runs/experiments") / f"{suite.name}-{size_name}"
+    runs = plan(suite, suite.size(size_name), output, _overrides(options.set))
+    if options.dry_run:
+        for planned in runs:
+            values = [f"--{key}={_plain(value)}" for key, value in planned.settings.items()]
+            sys.stdout.write(
+                shlex.join(["gnmr-megatron", "train", "--config", str(planned.base),
+                            "--name", planned.folder.name, "--runs_dir", str(output), *values]) + "\n"
+            )  # fmt: skip
+        return 0
+    failures = _take(runs, at_once=max(1, options.jobs))
+    rows = [
+        figures_of(planned, kept_bytes=_kept_bytes(planned)) for planned in runs if planned.is_done
+    ]
+    gap, arms = by_arm(suite, rows)
+    _write(output, rows, as_markdown(suite, gap, arms))
+    if options.json:
+        sys.stdout.write(json.dumps(as_json(gap, arms)) + "\n")
+    else:
+        sys.stdout.write((output / "results.md").read_text())
+        sys.stdout.write(f"written: {output}/results.csv, {output}/results.md\n")
+    for failure in failures:
+        sys.stderr.write(f"gnmr-megatron experiment: {failure}\n")
+    return 1 if failures else 0
+
+
+def _overrides(items: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for item in items:
+        key, sign, value = item.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"--set {item}: must be SECTION.KEY=VALUE")
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _take(runs: Sequence[PlannedRun], *, at_once: int) -> list[str]:
+    """Take the runs, with a bar on a terminal and a line a run elsewhere; on standard error."""
+    console = Console(stderr=True)
+    going: set[str] = set()
+    with Progress(
+        TextColumn("[bold]runs"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[going]}"),
+        console=console,
+        disable=not console.is_terminal,
+    ) as progress:
+        task = progress.add_task("runs", total=len(runs), going="")
+
+        def tell(planned: PlannedRun, what: str) -> None:
+            name = planned.folder.name
+            going.discard(name)
+            if what == "started":
+                going.add(name)
+            progress.update(
+                task, advance=0 if what == "started" else 1, going=", ".join(sorted(going))
+            )
+            if not console.is_terminal:
+                console.print(f"{what:8} {name}", highlight=False)
+
+        return take(runs, at_once=at_once, tell=tell)
+
+
+def _kept_bytes(planned: PlannedRun) -> float:
+    """What the run keeps of a token for its weight gradients at most, as `gnmr-megatron units` has it."""
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "gnmr_megatron",
+            "units",
+            str(planned.folder / "config.yaml"),
+            "--json",
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode != 0:
+        return float("nan")
+    return float(json.loads(result.stdout)["totals"]["most_bytes"])
+
+
+def _write(output: Path, rows: Sequence[RunFigures], table: str) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    replace_file(output / "results.csv", as_csv(rows).encode())
+    replace_file(output / "results.md", table.encode())
