@@ -85,8 +85,8 @@ def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -
             base=size.base,
             settings={
                 **suite.settings,
-                **arm.settings,
                 **size.settings,
+                **arm.settings,
                 "seed": seed,
                 **overrides,
             },

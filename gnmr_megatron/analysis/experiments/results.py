@@ -300,8 +300,8 @@ def as_markdown(suite: Suite, gap: Gap, arms: Sequence[ArmFigures]) -> str:
     lines += [
         "",
         "Means and 95 % intervals over seeds (Student's t). Step times are of runs that shared a machine: ratios of "
-        f"medians to {suite.high}, and no more than a hint. Gap closed = (low - arm) / (low - high) of held-out losses; "
-        "above oracle: held-out loss above that of the oracle at the same budget.",
+        f"medians to {suite.high}, and no more than a hint. Gap closed = (low - arm) / (low - high) of held-out "
+        "losses; above oracle: held-out loss above that of the oracle at the same budget.",
         "",
     ]
     return "\n".join(lines)

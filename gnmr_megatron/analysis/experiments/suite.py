@@ -40,7 +40,7 @@ class Size:
     Attributes:
         base: configuration file of all runs.
         seeds: one run of each arm for each.
-        settings: dotted keys on top of the base.
+        settings: dotted keys on top of the base; arms may change them again.
         arms: names of the arms to run; all where it is empty.
     """
 

@@ -1,0 +1,187 @@
+"""Suites, intervals, gaps and detection, against closed forms."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from gnmr_megatron.analysis.experiments.detection import detection, injected_faults
+from gnmr_megatron.analysis.experiments.matrix import plan
+from gnmr_megatron.analysis.experiments.results import (
+    Gap,
+    Interval,
+    RunFigures,
+    as_markdown,
+    by_arm,
+)
+from gnmr_megatron.analysis.experiments.suite import Suite, find_suite
+from gnmr_megatron.analysis.recorded_run import RecordedRun
+from gnmr_megatron.control.units import Unit, UnitTable
+from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.observability.event_log import EventLog
+from gnmr_megatron.observability.events import FaultEvent, StartEvent
+from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter
+from tests.conftest import ROOT
+
+SUITE = {
+    "question": "Does it?",
+    "low": "low",
+    "high": "high",
+    "settings": {"a.b": 1},
+    "arms": {
+        "low": {"settings": {}},
+        "high": {"settings": {"a.b": 2}},
+        "copy": {"settings": {}, "budget_of": "low"},
+    },
+    "sizes": {"small": {"base": "base.yaml", "seeds": [1, 2], "settings": {"a.b": 3, "a.c": 4}}},
+}
+
+
+def suite(tmp_path: Path, **changes):
+    path = tmp_path / "trial.yaml"
+    path.write_text(yaml.safe_dump({**SUITE, **changes}))
+    return Suite.read(path)
+
+
+def test_an_arm_wins_over_a_size_and_a_size_over_the_suite(tmp_path):
+    trial = suite(tmp_path)
+    runs = plan(trial, trial.size("small"), tmp_path / "out", {"x.y": 9})
+    settings = {(run.arm.name, run.seed): dict(run.settings) for run in runs}
+    assert settings["low", 1] == {"a.b": 3, "a.c": 4, "seed": 1, "x.y": 9}
+    assert settings["high", 2] == {"a.b": 2, "a.c": 4, "seed": 2, "x.y": 9}
+    assert [run.arm.name for run in runs][-2:] == [
+        "copy",
+        "copy",
+    ]  # after those whose budget they take
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"low": "lwo"}, r"trial.yaml: low: no arm `lwo`; did you mean `low`\?"),
+        ({"armz": {}}, r"unknown key `armz`; did you mean `arms`\?"),
+        ({"arms": {"low": {"setings": {}}}}, r"arms.low: unknown key `setings`; did you mean `settings`"),
+        ({"arms": {"low": {}, "high": {"settings": {}}}}, r"arms.low: `settings` is missing"),
+        ({"sizes": {"small": {"seeds": [1]}}}, r"sizes.small: `base` is missing"),
+        ({"sizes": {"s": {"base": "b", "seeds": [1], "arms": ["hgih"]}}}, r"sizes.s.arms\[0\]: no arm `hgih`"),
+    ],
+)  # fmt: skip
+def test_a_wrong_suite_is_refused_with_its_place(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        suite(tmp_path, **changes)
+
+
+def test_unknown_names_list_what_there_is(tmp_path):
+    suite(tmp_path)
+    with pytest.raises(ConfigError, match=r"no experiment `trail` .*did you mean `trial`"):
+        find_suite("trail", tmp_path)
+    with pytest.raises(ConfigError, match=r"size: trial has no `huge`; possible: small"):
+        find_suite("trial", tmp_path).size("huge")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs/experiments").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_every_suite_of_the_clone_has_its_sizes_and_bases(path):
+    found = Suite.read(path)
+    assert {"small", "smoke"} <= found.sizes.keys()
+    for size in found.sizes.values():
+        assert size.base.resolve().exists()
+        assert plan(found, size, Path("out"), {})
+
+
+def test_an_interval_is_students():
+    # mean 2, deviation 1; t(0.975; 2) = 4.3027 (tables)
+    interval = Interval.of([1.0, 2.0, 3.0, math.nan])
+    assert interval.mean == 2.0
+    assert interval.half_width == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
+    assert interval.text(1) == "2.0 ± 2.5"
+    assert Interval.of([5.0]).text(2) == "5.00"
+    assert Interval.of([]).text(2) == "-"
+
+
+def row(arm, seed, loss, **changes):
+    numbers = {f.name: 0 for f in dataclasses.fields(RunFigures)}
+    values = {"step_seconds": 1.0, "finished": "completed", "hit_rate": math.nan, **changes}
+    return RunFigures(**{**numbers, **values, "arm": arm, "seed": seed, "held_out_loss": loss})
+
+
+def test_the_gap_is_paired_by_seed_and_what_an_arm_closes_of_it(tmp_path):
+    rows = [row("low", 1, 5.0), row("low", 2, 6.0), row("high", 1, 4.0), row("high", 2, 5.1),
+            row("copy", 1, 4.5), row("copy", 2, 5.55, step_seconds=1.5)]  # fmt: skip
+    gap, arms = by_arm(suite(tmp_path, oracle="high"), rows)
+    assert gap.exists
+    assert gap.difference.mean == pytest.approx(0.95)
+    copy = next(arm for arm in arms if arm.arm == "copy")
+    assert copy.gap_closed.mean == pytest.approx(0.5)
+    assert copy.regret.mean == pytest.approx((0.5 + 0.45) / 2)
+    assert copy.step_time_ratio.mean == pytest.approx(1.25)
+
+
+def test_no_share_of_a_gap_is_told_where_there_is_none(tmp_path):
+    rows = [row("low", 1, 4.0), row("low", 2, 4.2), row("high", 1, 4.1), row("high", 2, 4.1)]
+    trial = suite(tmp_path)
+    gap, arms = by_arm(trial, rows)
+    assert not gap.exists
+    table = as_markdown(trial, gap, arms)
+    assert "low is not worse than high at this size" in table
+    assert "| no gap |" in table
+    # one that cannot be told from noise is none either: 0.1 with a half width far above it
+    assert not Gap.of({1: 4.3, 2: 4.0}, {1: 4.1, 2: 4.0}).exists
+
+
+IDS = [f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(3)]
+
+
+def record(folder: Path, selected, faults):
+    """A run whose decisions and injected faults are given."""
+    units = UnitTable(Unit(layer, 0, name, (4, 4)) for layer, name in enumerate(IDS))
+    log, matrix = EventLog(folder), RiskMatrixWriter(folder, units)
+    log.append(
+        StartEvent(
+            step=1, run="r", resumed_from=None, world_size=1, layout={}, num_units=3, max_recovered=1,
+            total_steps=20, policy="gnmr", mode="active", environment={},
+        )
+    )  # fmt: skip
+    none = np.zeros(0, dtype=np.int64)
+    for step in range(1, 21):
+        for kind, units_of in (item for at, item in faults if at == step):
+            log.append(
+                FaultEvent(
+                    step=step,
+                    kind="injected",
+                    rank=None,
+                    units=units_of,
+                    message=f"{kind} factor 2",
+                )
+            )
+        ones = np.ones(3)
+        matrix.append(step=step, updated=True, global_norm=1.0, norms=ones, gnmr=ones, delta_gnmr=ones,
+                      recovered=none, selected=np.array(selected.get(step, []), dtype=np.int64))  # fmt: skip
+    log.close()
+    matrix.close()
+    return RecordedRun(folder)
+
+
+def test_a_fault_is_answered_by_a_decision_on_one_of_its_units(tmp_path):
+    run = record(
+        tmp_path,
+        # step 3: nobody's; 7: unit 1 two steps after its fault; 8 goes on; 16: another unit than that of the fault
+        {3: [0], 7: [1], 8: [1], 16: [2]},
+        [(5, ("scale_gradient", [IDS[1]])), (15, ("stale_scale", [IDS[0]])), (16, ("stale_scale", [IDS[0]])),
+         (18, ("slow_rank", []))],
+    )  # fmt: skip
+    told = [(fault.kind, fault.first, fault.last) for fault in injected_faults(run)]
+    assert sorted(told) == [("scale_gradient", 5, 5), ("stale_scale", 15, 16)]
+    found = detection(run)
+    assert (found.faults, found.hits, found.delays) == (2, 1, (2,))
+    assert found.hit_rate == 0.5
+    assert found.false_rate == 2 / 60  # steps 3 and 16
+
+
+def test_a_fault_of_the_whole_batch_is_answered_by_any_unit(tmp_path):
+    found = detection(record(tmp_path, {10: [2]}, [(10, ("bad_batch", []))]))
+    assert (found.hit_rate, found.delay, found.false_rate) == (1.0, 0.0, 0.0)
