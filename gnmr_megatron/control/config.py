@@ -19,6 +19,7 @@ PolicyName = Literal[
     "top_norm",
     "ema_ratio",
     "zscore",
+    "oracle",
     "replay",
 ]
 

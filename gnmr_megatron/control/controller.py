@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gnmr_megatron.control.config import ControlConfig, PolicyName
-from gnmr_megatron.control.policies import Observation, build_policy
+from gnmr_megatron.control.policies import Observation, OraclePolicy, build_policy
 from gnmr_megatron.control.schedules import value_at
 from gnmr_megatron.control.selection import select_recovery_set
 from gnmr_megatron.control.statistics import BoolArray, FloatArray, GradNormHistory, IntArray
@@ -185,6 +185,28 @@ class Controller:
         self._step = step
         self.recovery_set = decision.recovery_set
         return decision
+
+    def foresee(self, gaps: FloatArray) -> IntArray:
+        """Choose the recovery set of the coming step from what recovering each unit would bring in it.
+
+        For policy `oracle`, before the step is taken; without a call the last measurement holds.
+
+        Args:
+            gaps: [units] float64 error of the gradient that recovering a unit removes.
+
+        Returns:
+            The new recovery set.
+
+        Raises:
+            ValueError: the policy is another one.
+        """
+        if not isinstance(self._policy, OraclePolicy):
+            raise ValueError(f"policy {self.config.policy} does not look ahead")
+        self._policy.gaps = np.array(gaps, dtype=np.float64)
+        ones = np.ones(len(self.units))
+        seen = self._observe(self._step, ones, ones, ones)
+        self.recovery_set = self._choose(seen, updated=False).recovery_set
+        return self.recovery_set
 
     def _observe(
         self, step: int, norms: FloatArray, gnmr: FloatArray, delta_gnmr: FloatArray

@@ -108,6 +108,34 @@ class FixedPolicy(GnmrPolicy):
         return self._scores(seen.step)
 
 
+class OraclePolicy(GnmrPolicy):
+    """The units whose recovery removes most of the gradient's error, as measured: an upper bound for the others.
+
+    Important:
+        It knows nothing by itself: `Controller.foresee` hands it the measurement.
+    """
+
+    is_open_loop = True
+    has_locks = False
+
+    def __init__(self, num_units: int) -> None:
+        super().__init__()
+        self.gaps = np.zeros(num_units)
+        """[units] float64 error that recovering a unit removes; kept until the next measurement."""
+
+    def score(self, seen: Observation) -> FloatArray:
+        """1 and the share of the largest gap; 0 where recovering would do no good."""
+        return np.where(self.gaps > 0, 1.0 + self.gaps / np.max(self.gaps, initial=1e-300), 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last measurement."""
+        return {"gaps": self.gaps.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the last measurement back."""
+        self.gaps = np.array(state["gaps"], dtype=np.float64)
+
+
 class TopNormPolicy(GnmrPolicy):
     """The units with the largest gradient norms, whatever their history."""
 
@@ -228,6 +256,7 @@ def build_policy(
         "top_norm": TopNormPolicy,
         "ema_ratio": lambda: EmaRatioPolicy(size, decay=config.ema_decay),
         "zscore": lambda: ZScorePolicy(size, decay=config.ema_decay),
+        "oracle": lambda: OraclePolicy(size),
         "replay": lambda: _replay(units, recorded),
     }
     return policies[config.policy]()

@@ -40,7 +40,7 @@ _WAITING = (
     "gnmr_megatron/training/pipeline.py",
 )
 
-_ORDER = ("starting", "reading data", "training")
+_ORDER = ("starting", "reading data", "measuring recovery gaps", "training")
 """Activities of a step in their order; all others come after them."""
 
 

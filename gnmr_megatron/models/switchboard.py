@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -105,6 +105,12 @@ class Switchboard:
         """
         self._recovered = self._requested
         self._step = step
+        self._select()
+        self._start_noise("training")
+
+    def try_out(self, recovered: Collection[str], step: int) -> None:
+        """Put just these units on their recovery paths, with the noise of a step, until `start_step` is called."""
+        self._recovered, self._step = frozenset(recovered), step
         self._select()
         self._start_noise("training")
 

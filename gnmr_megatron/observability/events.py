@@ -104,6 +104,25 @@ class DecisionEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecoveryGapEvent(Event):
+    """How much of the gradient's error recovering each unit removes, measured on the batch of `step` before it.
+
+    All are squared norms over the whole model; errors are against the gradient with every unit recovered.
+    """
+
+    name: ClassVar[str] = "recovery_gap"
+
+    gaps: list[float]
+    """In the order of units.json: error with all units on their low paths, less error with the unit recovered."""
+    error: float
+    """Error with all units on their low paths."""
+    reference: float
+    """Of the gradient with every unit recovered."""
+    seconds: float
+    """That the measurement took; part of no step's time."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointEvent(Event):
     """The checkpoint of `step` is complete; `kind` is periodic, signal or final."""
 
@@ -162,6 +181,7 @@ EVENTS: dict[str, type[Event]] = {
         StartEvent,
         StepEvent,
         DecisionEvent,
+        RecoveryGapEvent,
         CheckpointEvent,
         EvaluationEvent,
         FaultEvent,

@@ -98,6 +98,10 @@ class TrainSettings:
     max_skipped_steps: int = 10
     """Stop after so many steps in a row whose loss or gradient was not finite."""
 
+    oracle_interval: int = 0
+    """Measure what recovering each unit would bring every so many steps, for `gnmr.policy: oracle` and to judge other
+    policies; 0 never. Costs a forward and backward pass for each unit, or two where both paths only save otherwise."""
+
     recompute: Literal["none", "core_attn", "full"] = "none"
     """What the backward computes again instead of keeping it: nothing, core attention, or whole layers."""
 
@@ -117,8 +121,9 @@ class TrainSettings:
         ):
             if getattr(self, key) < 1:
                 raise ConfigError(f"train.{key}: {getattr(self, key)} must be at least 1")
-        if self.eval_interval < 0:
-            raise ConfigError(f"train.eval_interval: {self.eval_interval} must not be negative")
+        for key in ("eval_interval", "oracle_interval"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"train.{key}: {getattr(self, key)} must not be negative")
         for key in ("timeout_minutes", "hang_timeout_seconds"):
             if getattr(self, key) <= 0:
                 raise ConfigError(f"train.{key}: {getattr(self, key)} must be positive")
@@ -368,6 +373,10 @@ def _units_with_scales(config: RunConfig) -> set[str]:
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:
     optimizer, steps = config.optimizer, config.train.steps
+    if config.gnmr.policy == "oracle" and not config.train.oracle_interval:
+        yield "gnmr.policy: oracle needs train.oracle_interval, how often it measures; 1 is every step"
+    if config.gnmr.mode == "disabled" and config.train.oracle_interval:
+        yield "train.oracle_interval: needs units, but gnmr.mode is disabled; set gnmr.mode: monitor"
     if optimizer.decay_steps is None and optimizer.warmup_steps >= steps:
         yield (
             f"optimizer.warmup_steps: {optimizer.warmup_steps} must be below train.steps ({steps}), or set "

@@ -19,6 +19,7 @@ from gnmr_megatron.errors import DivergenceError
 from gnmr_megatron.training.config import TrainSettings
 from gnmr_megatron.training.evaluation import Evaluation
 from gnmr_megatron.training.interruption import Interruption
+from gnmr_megatron.training.oracle import LooksAhead
 from gnmr_megatron.training.pipeline import RankStatus
 from gnmr_megatron.training.recorder import RecordsRun
 from gnmr_megatron.training.saving import Saving
@@ -71,6 +72,7 @@ class Trainer:
     recorder: RecordsRun
     units: UnitTable
     watchdog: Watchdog
+    oracle: LooksAhead
 
     def train(self) -> FinishReason:
         """Train to the last step, or to the step after which a signal asked to stop.
@@ -116,10 +118,12 @@ class Trainer:
 
     def _one_step(self, *, stop_requested: bool) -> StepResult:
         started = time.perf_counter()
-        recovered = self.step.controller.recovery_set
         number = self.state.step + 1
         self.watchdog.progress(number, "reading data")
         batches = self.batches.next_step()
+        self.watchdog.progress(number, "measuring recovery gaps")
+        started += self.oracle.before_step(number, batches)
+        recovered = self.step.controller.recovery_set
         self.watchdog.progress(number, "training")
         status = RankStatus(stop_requested=stop_requested, is_writing=self.saving.is_writing)
         result = self.step(batches, step=number, status=status)

@@ -23,6 +23,7 @@ from gnmr_megatron.observability.events import (
     Event,
     FaultEvent,
     FinishEvent,
+    RecoveryGapEvent,
     SelectedUnit,
     StartEvent,
     StepEvent,
@@ -33,6 +34,7 @@ from gnmr_megatron.observability.trackers import Tracker, make_trackers
 from gnmr_megatron.training.checkpoint import SavedCheckpoint
 from gnmr_megatron.training.config import RunConfig
 from gnmr_megatron.training.evaluation import HeldOutLoss
+from gnmr_megatron.training.oracle import RecoveryGaps
 from gnmr_megatron.training.run_folder import RunFolder
 from gnmr_megatron.training.state import TrainState
 from gnmr_megatron.training.step import StepResult
@@ -50,6 +52,9 @@ class RecordsRun(Protocol):
 
     def evaluation(self, step: int, result: HeldOutLoss) -> None:
         """Held-out loss was measured."""
+
+    def recovery_gaps(self, step: int, gaps: RecoveryGaps, seconds: float) -> None:
+        """The recovery gap of each unit was measured, in so many seconds."""
 
     def checkpoint(self, saved: SavedCheckpoint, *, kind: str) -> None:
         """A checkpoint was written."""
@@ -83,6 +88,9 @@ class NullRecorder:
         """Nothing."""
 
     def evaluation(self, step: int, result: HeldOutLoss) -> None:
+        """Nothing."""
+
+    def recovery_gaps(self, step: int, gaps: RecoveryGaps, seconds: float) -> None:
         """Nothing."""
 
     def checkpoint(self, saved: SavedCheckpoint, *, kind: str) -> None:
@@ -247,6 +255,18 @@ class RunRecorder:
                 perplexity=result.perplexity,
                 tokens=result.tokens,
                 seconds=result.seconds,
+            )
+        )
+
+    def recovery_gaps(self, step: int, gaps: RecoveryGaps, seconds: float) -> None:
+        """Write what was measured."""
+        self._record(
+            RecoveryGapEvent(
+                step=step,
+                gaps=gaps.per_unit.tolist(),
+                error=gaps.error,
+                reference=gaps.reference,
+                seconds=seconds,
             )
         )
 

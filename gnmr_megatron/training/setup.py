@@ -31,7 +31,7 @@ from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.distributed import engine_compat
 from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, RiskConsensus
 from gnmr_megatron.distributed.layout import ParallelLayout
-from gnmr_megatron.distributed.ownership import owned_gradients
+from gnmr_megatron.distributed.ownership import OwnedGradient, owned_gradients
 from gnmr_megatron.distributed.process_groups import (
     own_store,
     start_process_groups,
@@ -54,6 +54,7 @@ from gnmr_megatron.models.switchboard import (
     recoverable_units,
 )
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from gnmr_megatron.precision.catalog import PATHS
 from gnmr_megatron.precision.config import PrecisionConfig
 from gnmr_megatron.precision.fusion import fused_kernels_are_used, use_fused_kernels
 from gnmr_megatron.precision.registry import precision_path
@@ -63,6 +64,7 @@ from gnmr_megatron.training.evaluation import Evaluation
 from gnmr_megatron.training.faults import FaultInjection
 from gnmr_megatron.training.loop import Trainer, TrainingBatches
 from gnmr_megatron.training.optimizer import ClippingOptimizer, build_optimizer, build_scheduler
+from gnmr_megatron.training.oracle import LooksAhead, NoOracle, Oracle
 from gnmr_megatron.training.pipeline import PipelinedModel, RunsBatches
 from gnmr_megatron.training.recorder import NullRecorder, RecordsRun, RunRecorder
 from gnmr_megatron.training.resume import agree_on_folder, resume
@@ -159,11 +161,12 @@ def set_up(config: RunConfig) -> Trainer:
             step=state.step,
             vocab_size=data.vocab_size,
         )
+    owned = _owned(chunks, optimizer, units, linears)
     step = TrainStep(
         trained,
         optimizer,
         scheduler,
-        _norms(config.gnmr, chunks, optimizer, units, linears, device),
+        _norms(config.gnmr, optimizer, units, owned, device),
         controller,
         switchboard,
     )
@@ -187,6 +190,7 @@ def set_up(config: RunConfig) -> Trainer:
         recorder=recorder,
         units=units,
         watchdog=watchdog,
+        oracle=_oracle(config, plans, model, switchboard, controller, recorder, owned),
     )
 
 
@@ -291,21 +295,55 @@ def _recorded(settings: ControlConfig) -> Mapping[int, Sequence[str]] | None:
 
 def _norms(
     settings: ControlConfig,
-    chunks: Sequence[torch.nn.Module],
     optimizer: ClippingOptimizer,
     units: UnitTable,
-    linears: Mapping[str, torch.nn.Module],
+    owned: Sequence[OwnedGradient],
     device: torch.device,
 ) -> MeasuresNorms:
     if settings.mode == "disabled":
         return EngineNorm(optimizer.engine)
+    return RiskConsensus(owned, len(units), device)
+
+
+def _oracle(
+    config: RunConfig,
+    plans: Sequence[UnitPlan],
+    model: RunsBatches,
+    switchboard: Switchboard,
+    controller: DecidesRecovery,
+    recorder: RecordsRun,
+    owned: Sequence[OwnedGradient],
+) -> LooksAhead:
+    if not isinstance(controller, Controller) or not config.train.oracle_interval:
+        return NoOracle()
+    families = {PATHS[path].family for plan in plans if not plan.is_fixed for path in plan.paths}
+    dtypes = {path for plan in plans for path in plan.paths if PATHS[path].family == "exact"}
+    return Oracle(
+        config.train.oracle_interval,
+        model=model,
+        owned=owned,
+        units=controller.units,
+        switchboard=switchboard,
+        controller=controller,
+        record=recorder.recovery_gaps,
+        # their forward, and their gradient of the input, are exact
+        is_separable=families <= {"saved", "exact"} and dtypes <= {config.model.dtype},
+    )
+
+
+def _owned(
+    chunks: Sequence[torch.nn.Module],
+    optimizer: ClippingOptimizer,
+    units: UnitTable,
+    linears: Mapping[str, torch.nn.Module],
+) -> list[OwnedGradient]:
+    """The pieces of gradient that this rank speaks for, by slot of the risk vector."""
     slots = {
         id(linear.weight): units.index(name)
         for name, linear in linears.items()
         if name in units.ids
     }
-    owned = owned_gradients(chunks, optimizer.engine, slots, rest=len(units))
-    return RiskConsensus(owned, len(units), device)
+    return owned_gradients(chunks, optimizer.engine, slots, rest=len(units))
 
 
 def _identity(config: RunConfig, units: UnitTable, tokenizer: str) -> dict[str, Any]:
