@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from gnmr_megatron.analysis.experiments.correlation import correlations
 from gnmr_megatron.analysis.experiments.matrix import PlannedRun, plan, take
 from gnmr_megatron.analysis.experiments.results import (
     RunFigures,
@@ -24,8 +25,10 @@ from gnmr_megatron.analysis.experiments.results import (
     as_markdown,
     by_arm,
     figures_of,
+    ranking_as_markdown,
 )
 from gnmr_megatron.analysis.experiments.suite import SMOKE, find_suite
+from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.observability.append_file import replace_file
 
@@ -92,7 +95,12 @@ def run(arguments: Sequence[str]) -> int:
         figures_of(planned, kept_bytes=_kept_bytes(planned)) for planned in runs if planned.is_done
     ]
     gap, arms = by_arm(suite, rows)
-    _write(output, rows, as_markdown(suite, gap, arms))
+    ranking = {
+        planned.folder.name: found
+        for planned in runs
+        if planned.is_done and (found := correlations(RecordedRun(planned.folder)))
+    }
+    _write(output, rows, as_markdown(suite, gap, arms) + ranking_as_markdown(ranking))
     if options.json:
         sys.stdout.write(json.dumps(as_json(gap, arms)) + "\n")
     else:

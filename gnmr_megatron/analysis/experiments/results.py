@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 
+from gnmr_megatron.analysis.experiments.correlation import Correlation
 from gnmr_megatron.analysis.experiments.detection import Detection, detection
 from gnmr_megatron.analysis.experiments.matrix import PlannedRun
 from gnmr_megatron.analysis.experiments.suite import Suite
@@ -305,6 +306,28 @@ def as_markdown(suite: Suite, gap: Gap, arms: Sequence[ArmFigures]) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def ranking_as_markdown(
+    ranking: Mapping[str, Mapping[str, tuple[Correlation, Correlation]]],
+) -> str:
+    """How scores rank units against their measured recovery gaps, for each run that measured any; else empty."""
+    if not ranking:
+        return ""
+    lines = [
+        "## Do scores find the units that recovery helps most?",
+        "",
+        "Spearman's rank correlation, over units, of each score with the measured recovery gap (the error of the "
+        "gradient that recovering the unit removes on the batch): mean over measurements and 95 % interval of a block "
+        "bootstrap. A decision takes effect in the step after.",
+        "",
+        "| run | score | gap of the same step | gap of the step after | measurements |",
+        "|---|---|---|---|---|",
+    ]
+    for run, scores in ranking.items():
+        for name, (same, after) in scores.items():
+            lines.append(f"| {run} | {name} | {same.text()} | {after.text()} | {same.count} |")
+    return "\n".join([*lines, ""])
 
 
 def as_json(gap: Gap, arms: Sequence[ArmFigures]) -> dict[str, object]:

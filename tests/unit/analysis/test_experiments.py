@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from gnmr_megatron.analysis.experiments.correlation import Correlation, correlations, spearman
 from gnmr_megatron.analysis.experiments.detection import detection, injected_faults
 from gnmr_megatron.analysis.experiments.matrix import plan
 from gnmr_megatron.analysis.experiments.results import (
@@ -22,7 +23,7 @@ from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.control.units import Unit, UnitTable
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.observability.event_log import EventLog
-from gnmr_megatron.observability.events import FaultEvent, StartEvent
+from gnmr_megatron.observability.events import FaultEvent, RecoveryGapEvent, StartEvent
 from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter
 from tests.conftest import ROOT
 
@@ -185,3 +186,40 @@ def test_a_fault_is_answered_by_a_decision_on_one_of_its_units(tmp_path):
 def test_a_fault_of_the_whole_batch_is_answered_by_any_unit(tmp_path):
     found = detection(record(tmp_path, {10: [2]}, [(10, ("bad_batch", []))]))
     assert (found.hit_rate, found.delay, found.false_rate) == (1.0, 0.0, 0.0)
+
+
+def test_spearman_is_pearson_of_ranks_with_mean_ranks_for_ties():
+    # without ties: 1 - 6 sum(d^2) / (n (n^2 - 1)) = 1 - 6 * 14 / (4 * 15)
+    assert spearman(np.array([1.0, 2, 3, 4]), np.array([10.0, 30, 20, 5])) == pytest.approx(-0.4)
+    # ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: 4.5 / sqrt(4.5 * 5)
+    assert spearman(np.array([0.0, 7, 7, 9]), np.array([1.0, 2, 3, 4])) == pytest.approx(
+        4.5 / math.sqrt(22.5)
+    )
+    assert spearman(np.array([1.0, 2.0]), np.array([2.0, math.inf])) == pytest.approx(1.0)
+    assert math.isnan(spearman(np.ones(3), np.arange(3.0)))
+
+
+def test_the_interval_of_a_correlation_covers_its_mean_nineteen_times_in_twenty():
+    draws = [np.random.default_rng(seed).normal(0.3, 0.2, size=400) for seed in range(200)]
+    found = [Correlation.of(values) for values in draws]
+    assert 0.9 <= np.mean([one.low < 0.3 < one.high for one in found]) <= 0.99
+    # 1.96 deviations of the mean on either side where measurements are independent
+    widths = [one.high - one.low for one in found]
+    assert np.mean(widths) == pytest.approx(2 * 1.96 * 0.2 / math.sqrt(400), rel=0.05)
+
+
+def test_scores_are_compared_with_the_gap_of_their_step_and_of_the_one_after(tmp_path):
+    run = record(tmp_path, {}, [])
+    log = EventLog(tmp_path)
+    for step in (5, 10):
+        log.append(
+            RecoveryGapEvent(step=step, gaps=[1.0, 2.0, 3.0], error=6.0, reference=9.0, seconds=0.1)
+        )
+    log.close()
+    found = correlations(run)
+    assert found["norm"][0].count == 0  # all norms are equal: nothing to rank
+    matrix = run.matrix
+    matrix.norms[3] = matrix.norms[8] = [3.0, 2.0, 1.0]  # in the steps before
+    matrix.norms[4] = matrix.norms[9] = [1.0, 2.0, 3.0]  # in the same
+    same, after = correlations(run)["norm"]
+    assert (same.mean, after.mean) == pytest.approx((1.0, -1.0))
