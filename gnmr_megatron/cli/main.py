@@ -33,6 +33,10 @@ VERBS = {
         "gnmr_megatron.cli.checkpoint",
         "list, verify and prune the checkpoints of a run",
     ),
+    "watch": (
+        "gnmr_megatron.cli.watch",
+        "show a run that another process trains, live",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 
