@@ -25,7 +25,7 @@ from gnmr_megatron.observability.live.watchers import JsonWatcher, LinesWatcher,
 
 DESCRIPTION = """\
 Show a run that another process trains: from another terminal, or from another machine over a shared file system.
-Reads the run folder once a second and asks nothing of the run. Waits for a run that has not begun, and for one that
+Reads the run folder twice a second and asks nothing of the run. Waits for a run that has not begun, and for one that
 was killed, since it may be resumed; ends with 0 when the run ends. Ctrl-C leaves it; the run does not notice.
 
 On a terminal it is the view that training shows; piped, plain lines."""

@@ -1,6 +1,6 @@
 """Follow the events of a run that another process writes, from this machine or over a shared file system.
 
-Nothing is asked of the run: its events.jsonl is looked at once a second. (inotify does not see what other machines
+Nothing is asked of the run: its events.jsonl is looked at twice a second. (inotify does not see what other machines
 write.)
 """
 
@@ -16,7 +16,7 @@ from gnmr_megatron.errors import DataError
 from gnmr_megatron.observability.event_log import FILE
 from gnmr_megatron.observability.events import Event, FinishEvent, StartEvent, from_line
 
-POLL_SECONDS = 1.0
+POLL_SECONDS = 0.5
 TAIL_BYTES = 256 * 1024
 """At the end of a log that is met for the first time every event is read, before it only some of the steps."""
 MOST_STEPS = 1000

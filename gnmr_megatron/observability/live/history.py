@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "×"
@@ -11,36 +12,54 @@ MOST_POINTS = 1024
 
 
 class CurveHistory:
-    """Values over steps; when there are too many, neighbours are merged into their mean."""
+    """Values over steps; when there are too many, neighbours are merged into their mean.
+
+    A point stands for the steps since the point before it, so steps may be left out.
+    """
 
     def __init__(self) -> None:
-        self._points: list[tuple[int, float]] = []
+        self._points: list[_Point] = []
         self._merged = 1  # values in a whole point
-        self._open: list[float] = []
+        self._open: list[_Point] = []
+        self._step = 0
 
     def add(self, step: int, value: float) -> None:
         """Append the value of a later step."""
-        self._open.append(value)
+        steps = step - self._step if self._step else 1
+        self._step = step
+        self._open.append(_Point(step, max(steps, 1), value))
         if len(self._open) == self._merged:
-            self._points.append((step, _mean(self._open)))
+            self._points.append(_merge(self._open))
             self._open = []
         if len(self._points) == MOST_POINTS:
             pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [(last, _mean([a, b])) for (_, a), (last, b) in pairs]
+            self._points = [_merge(pair) for pair in pairs]
             self._merged *= 2
 
     def columns(self, width: int) -> list[float]:
-        """At most `width` means, each of as many steps as the others."""
-        points = [*self._points, *((math.inf, value) for value in self._open)]
+        """At most `width` means, each over as many steps as the others."""
+        points = self._points + ([_merge(self._open)] if self._open else [])
         if len(points) <= width:
-            return [value for _, value in points]
-        first = points[0][0]
-        last = self._points[-1][0] if self._points else first
-        buckets: list[list[float]] = [[] for _ in range(width)]
-        for step, value in points:
-            place = (min(step, last) - first) / max(last - first, 1)
-            buckets[min(int(place * width), width - 1)].append(value)
-        return [_mean(bucket) for bucket in buckets if bucket]
+            return [point.value for point in points]
+        before = points[0].step - points[0].steps
+        buckets: list[list[_Point]] = [[] for _ in range(width)]
+        for point in points:
+            place = (point.step - before - point.steps / 2) / (points[-1].step - before)
+            buckets[min(max(int(place * width), 0), width - 1)].append(point)
+        return [_merge(bucket).value for bucket in buckets if bucket]
+
+
+@dataclass(frozen=True)
+class _Point:
+    step: int  # the last of `steps`
+    steps: int
+    value: float
+
+
+def _merge(points: Sequence[_Point]) -> _Point:
+    steps = sum(point.steps for point in points)
+    total = sum(point.steps * point.value for point in points)
+    return _Point(points[-1].step, steps, total / steps if math.isfinite(total) else math.nan)
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -51,17 +70,12 @@ def sparkline(values: Sequence[float]) -> str:
         '▁▄█'
     """
     finite = [value for value in values if math.isfinite(value)]
-    if not finite:
-        return NOT_FINITE * len(values)
-    low, height = min(finite), max(finite) - min(finite)
-    return "".join(_block((value - low) / height if height else 0.0) for value in values)
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(_block(value, low, high) for value in values)
 
 
-def _block(place: float) -> str:
-    if not math.isfinite(place):
+def _block(value: float, low: float, high: float) -> str:
+    if not math.isfinite(value):
         return NOT_FINITE
+    place = (value - low) / (high - low) if high > low else 0.0
     return BLOCKS[round(place * (len(BLOCKS) - 1))]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if all(map(math.isfinite, values)) else math.nan

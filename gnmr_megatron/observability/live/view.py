@@ -22,6 +22,7 @@ from gnmr_megatron.observability.live.unit_risks import UnitRisk
 
 WIDEST = 100  # beyond it, rows are harder to read, not easier
 RISKIEST = 4
+MOST_NAMES = 4
 LABEL = 11
 BAR_TOP = 2.0  # score at the end of a bar; that of 1 is in the middle
 LESS_THAN_EVERYTHING = 9
@@ -69,6 +70,7 @@ def render(seen: Snapshot, *, width: int, height: int) -> list[Text]:
     while len(rows) > max(height, 1):
         rows.remove(max(reversed(rows), key=lambda row: row.dispensable))
     for row in rows:
+        row.text.rstrip()
         row.text.truncate(width, overflow="ellipsis")
     return [row.text for row in rows]
 
@@ -100,8 +102,12 @@ def _progress_row(seen: Snapshot, width: int) -> Text:
 def _state(seen: Snapshot) -> tuple[str, str]:
     progress, finish = seen.progress, seen.progress.finish
     if finish is not None:
-        style = "bold green" if finish.reason == "completed" else "bold yellow"
-        return f"  {printable(finish.reason)} in {duration(finish.seconds)}", style
+        if finish.reason == "completed":
+            return f"  completed in {duration(finish.seconds)}", "bold green"
+        return (
+            f"  ended ({printable(finish.reason)}) after {duration(finish.seconds)}",
+            "bold yellow",
+        )
     silent = progress.silent_seconds(seen.now)
     if silent is not None:
         return f"  no step for {duration(silent)}", "bold yellow"
@@ -155,16 +161,19 @@ def _recovered_row(progress: RunProgress) -> Text:
         return row.append(f"{'-':>8}")
     now = f"{len(last.recovered)}/{progress.max_recovered}"
     row.append(f"{now:>8}", "bold yellow" if last.recovered else "bold")
-    names = ", ".join(printable(short_unit(unit)) for unit in last.recovered) or "none now"
+    names = ", ".join(printable(short_unit(unit)) for unit in last.recovered[:MOST_NAMES])
+    more = len(last.recovered) - MOST_NAMES
+    row.append(f"  {names or 'none now'}" + (f" and {more} more" if more > 0 else ""))
     if last.over_threshold:
-        row.append(f"  {last.over_threshold} over a threshold", "red")
-    return row.append(f"  {names}")
+        row.append(f"  ({last.over_threshold} over a threshold)", "red")
+    return row
 
 
 def _risk_rows(seen: Snapshot, width: int) -> list[_Row]:
-    """Always as many rows as the run may need."""
+    """Always as many rows as the run may need: scores of all units are known under the paper's rule only."""
     start = seen.progress.start
-    most = min(RISKIEST, start.num_units) if start else RISKIEST
+    is_known = start is not None and start.policy == "gnmr" and start.control is not None
+    most = min(RISKIEST, start.num_units) if start is not None and is_known else 1
     name_width = max((len(short_unit(risk.unit)) for risk in seen.risks), default=0)
     rows = []
     for place in range(max(most, 1)):
