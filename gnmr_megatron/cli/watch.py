@@ -53,9 +53,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.once:
         _print_once(options.run, as_json=options.json)
         return 0
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # so that the view is closed
+    # an exit, so that the view is closed
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     watcher = _watcher(options.run, as_json=options.json)
     try:
         follow(options.run, watcher, tell=_tell)
@@ -63,6 +62,7 @@ def run(arguments: Sequence[str]) -> int:
         pass  # whoever read, as `head`, has enough
     finally:
         watcher.close()
+        signal.signal(signal.SIGTERM, before)
     return 0
 
 

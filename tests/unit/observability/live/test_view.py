@@ -1,3 +1,4 @@
+import io
 import math
 
 import pytest
@@ -48,19 +49,18 @@ FAULT = FaultEvent(step=3, kind="x", rank=7, units=[FC1], message="bad\x1b[31m\n
 HELD_OUT = EvaluationEvent(step=4, loss=4.6461, perplexity=104.18, tokens=9, seconds=1.0)
 
 
-def rows_of(*events, width=100, height=40, now=10.0, risks=RISKS, **console):
+def rows_of(*events, width=100, height=40, now=10.0, risks=RISKS):
     """The view as rich prints it on a console of that size, row by row."""
     progress = RunProgress()
     for event in events:
         progress.add(event)
     rows = render(Snapshot(progress=progress, risks=risks, now=now), width=width, height=height)
     recording = Console(
-        record=True, width=width, height=height, force_terminal=True, file=open("/dev/null", "w")
+        record=True, width=width, height=height, force_terminal=True, file=io.StringIO()
     )
-    with recording.file:
-        for row in rows:
-            recording.print(row, highlight=False)
-        return recording.export_text().split("\n")[:-1]
+    for row in rows:
+        recording.print(row, highlight=False)
+    return recording.export_text().split("\n")[:-1]
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
