@@ -78,53 +78,51 @@ def describe_fault(event: FaultEvent) -> str:
     return f"step {event.step}{where}: {event.message}{f' ({units})' if units else ''}"
 
 
-class EventLines:
-    """Words for events; those of a step need the events before it."""
+def lines_of(event: Event, progress: RunProgress) -> Iterator[Text]:
+    """Words for an event: no line of a decision, two of a resume, one of any other.
 
-    def __init__(self) -> None:
-        self._progress = RunProgress()
+    Args:
+        event: what happened.
+        progress: the run up to this event.
+    """
+    if isinstance(event, StartEvent):
+        yield _line("start", describe_start(event), "bold")
+        if event.resumed_from:
+            yield _line("resume", f"from {event.resumed_from}", "bold")
+    elif isinstance(event, StepEvent):
+        yield _step_line(event, progress)
+    elif isinstance(event, EvaluationEvent):
+        result = f"loss {event.loss:.4f}  perplexity {event.perplexity:.2f}"
+        size = f"{event.tokens:,} tokens in {event.seconds:.1f} s"
+        yield _line("held-out", f"{result}  {size}", "cyan")
+    elif isinstance(event, CheckpointEvent):
+        size = f"{event.bytes / 1e6:,.1f} MB in {event.seconds:.1f} s"
+        if event.blocked_seconds is not None:
+            size += f", training waited {event.blocked_seconds:.2f} s"
+        yield _line("checkpoint", f"{event.path}  {size} ({event.kind})", "blue")
+    elif isinstance(event, FaultEvent):
+        yield _line("fault", describe_fault(event), "red")
+    elif isinstance(event, FinishEvent):
+        style = "bold green" if event.reason == "completed" else "bold yellow"
+        size = f"{event.tokens:,} tokens in {duration(event.seconds)}"
+        text = f"{event.reason} at step {event.step}  loss {event.loss:.4f}  {size}"
+        yield _line("finish", text, style)
 
-    def of(self, event: Event) -> Iterator[Text]:
-        """The lines of the next event: none of a decision, two of a resume, one of any other."""
-        self._progress.add(event)
-        if isinstance(event, StartEvent):
-            yield _line("start", describe_start(event), "bold")
-            if event.resumed_from:
-                yield _line("resume", f"from {event.resumed_from}", "bold")
-        elif isinstance(event, StepEvent):
-            yield self._step(event)
-        elif isinstance(event, EvaluationEvent):
-            result = f"loss {event.loss:.4f}  perplexity {event.perplexity:.2f}"
-            size = f"{event.tokens:,} tokens in {event.seconds:.1f} s"
-            yield _line("held-out", f"{result}  {size}", "cyan")
-        elif isinstance(event, CheckpointEvent):
-            size = f"{event.bytes / 1e6:,.1f} MB in {event.seconds:.1f} s"
-            if event.blocked_seconds is not None:
-                size += f", training waited {event.blocked_seconds:.2f} s"
-            yield _line("checkpoint", f"{event.path}  {size} ({event.kind})", "blue")
-        elif isinstance(event, FaultEvent):
-            yield _line("fault", describe_fault(event), "red")
-        elif isinstance(event, FinishEvent):
-            style = "bold green" if event.reason == "completed" else "bold yellow"
-            size = f"{event.tokens:,} tokens in {duration(event.seconds)}"
-            text = f"{event.reason} at step {event.step}  loss {event.loss:.4f}  {size}"
-            yield _line("finish", text, style)
 
-    def _step(self, event: StepEvent) -> Text:
-        progress = self._progress
-        line = Text().append(_position(event.step, progress.total_steps), "bold")
-        line.append(f"  eta {duration(progress.eta_seconds):>7}  loss {event.loss:7.4f}")
-        line.append(f"  lr {event.learning_rate:.2e}  grad {event.grad_norm:8.3g}")
-        line.append(f"  {event.tokens_per_second:9,.0f} tok/s")
-        busy = "yellow" if event.recovered else ""
-        line.append(f"  recovered {len(event.recovered)}/{progress.max_recovered}", busy)
-        if event.riskiest_unit is not None:
-            hot = "red" if event.riskiest_score > 1 else ""
-            unit = printable(short_unit(event.riskiest_unit))
-            line.append(f"  riskiest {unit:8} {event.riskiest_score:5.2f}", hot)
-        if not event.updated:
-            line.append("  SKIPPED", "red")
-        return line
+def _step_line(event: StepEvent, progress: RunProgress) -> Text:
+    line = Text().append(_position(event.step, progress.total_steps), "bold")
+    line.append(f"  eta {duration(progress.eta_seconds):>7}  loss {event.loss:7.4f}")
+    line.append(f"  lr {event.learning_rate:.2e}  grad {event.grad_norm:8.3g}")
+    line.append(f"  {event.tokens_per_second:9,.0f} tok/s")
+    busy = "yellow" if event.recovered else ""
+    line.append(f"  recovered {len(event.recovered)}/{progress.max_recovered}", busy)
+    if event.riskiest_unit is not None:
+        hot = "red" if event.riskiest_score > 1 else ""
+        unit = printable(short_unit(event.riskiest_unit))
+        line.append(f"  riskiest {unit:8} {event.riskiest_score:5.2f}", hot)
+    if not event.updated:
+        line.append("  SKIPPED", "red")
+    return line
 
 
 class ConsoleTracker:
@@ -145,8 +143,7 @@ class ConsoleTracker:
             force_jupyter=False,
         )
         self._log_interval = log_interval
-        self._lines = EventLines()
-        self._first_step = self._total_steps = 0
+        self._progress = RunProgress()
 
     def record(self, event: Event) -> None:
         """Print the event's line."""
@@ -154,10 +151,8 @@ class ConsoleTracker:
 
     def lines_of(self, event: Event) -> list[Text]:
         """What `record` would print, not printed."""
-        lines = list(self._lines.of(event))
-        if isinstance(event, StartEvent):
-            self._first_step, self._total_steps = event.step, event.total_steps
-        return lines if self._is_due(event) else []
+        self._progress.add(event)
+        return list(lines_of(event, self._progress)) if self._is_due(event) else []
 
     def print(self, lines: Iterable[Text]) -> None:
         """Print lines of `lines_of`."""
@@ -174,7 +169,7 @@ class ConsoleTracker:
     def _is_due(self, event: Event) -> bool:
         if not isinstance(event, StepEvent) or event.step % self._log_interval == 0:
             return True
-        return event.step in (self._first_step, event.total_steps or self._total_steps)
+        return event.step in (self._progress.first_step, self._progress.total_steps)
 
 
 class JsonTracker:

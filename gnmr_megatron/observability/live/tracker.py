@@ -15,7 +15,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from gnmr_megatron.observability.console import EventLines
+from gnmr_megatron.observability.console import lines_of
 from gnmr_megatron.observability.events import Event, FaultEvent, StepEvent
 from gnmr_megatron.observability.live.progress import RunProgress
 from gnmr_megatron.observability.live.region import RELEASE, BottomRegion
@@ -86,7 +86,7 @@ class LiveTracker:
         self._risks = UnitRisks(folder)
         self._clock = clock
         self._lock = threading.Lock()
-        self._progress, self._lines = RunProgress(), EventLines()
+        self._progress = RunProgress()
         self._above: list[Text] = []
         self._drawn: object = None
         self.failure: Exception | None = None
@@ -103,9 +103,8 @@ class LiveTracker:
             raise self.failure
         with self._lock:
             self._progress.add(event)
-            lines = list(self._lines.of(event))
             if not isinstance(event, StepEvent):
-                self._above += lines
+                self._above += lines_of(event, self._progress)
         if isinstance(event, FaultEvent) and event.kind in LAST_WORDS:
             self.close()
         elif self._thread is None:
@@ -113,13 +112,11 @@ class LiveTracker:
 
     def load(self, events: Iterable[Event]) -> None:
         """Begin anew with events that have been shown, or that nobody asks for one by one."""
-        progress, lines = RunProgress(), EventLines()
+        progress = RunProgress()
         for event in events:
             progress.add(event)
-            for _ in lines.of(event):
-                pass
         with self._lock:
-            self._progress, self._lines = progress, lines
+            self._progress = progress
         if self._thread is None:
             self._begin()
 
