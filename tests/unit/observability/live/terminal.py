@@ -7,10 +7,16 @@ import select
 import signal
 import struct
 import subprocess
+import sys
 import termios
 import time
 
 import pyte
+
+# the terminal becomes that of the session, so that Ctrl-C arrives as a signal
+TAKE_TERMINAL = (
+    "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execvp(sys.argv[1], sys.argv[1:])"
+)
 
 
 class TerminalSession:
@@ -28,15 +34,13 @@ class TerminalSession:
             if key not in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "LINES", "JPY_PARENT_PID")
         }
         self.process = subprocess.Popen(
-            command,
+            [sys.executable, "-S", "-c", TAKE_TERMINAL, *command],
             stdin=follower,
             stdout=follower,
             stderr=follower,
             cwd=cwd,
             env={**kept, "TERM": "xterm-256color", "LANG": "C.UTF-8", **environment},
             start_new_session=True,
-            # the terminal becomes that of the session, so that Ctrl-C arrives as a signal
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
         os.close(follower)
 
