@@ -37,6 +37,10 @@ VERBS = {
         "gnmr_megatron.cli.experiment",
         "compare policies and paths over a matrix of runs",
     ),
+    "watch": (
+        "gnmr_megatron.cli.watch",
+        "show a run that another process trains, live",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

@@ -47,11 +47,24 @@ def run(arguments: Sequence[str]) -> int:
             vocab_size=describe_datasets(config.data).vocab_size,
         )
         if config.parallel.default_world_size > 1:
-            from gnmr_megatron.training.launch import start_processes
-
-            command = ("-m", "gnmr_megatron", "train", *arguments)
-            return start_processes(command, config.parallel.default_world_size)
+            return _start(config, arguments)
     return _train(config, as_json=options.json)
+
+
+def _start(config: RunConfig, arguments: Sequence[str]) -> int:
+    from gnmr_megatron.observability.live.tracker import can_draw, release_terminal
+    from gnmr_megatron.training.launch import start_processes
+
+    command = ["-m", "gnmr_megatron", "train", *arguments]
+    if config.tracking.console == "auto" and not can_draw(sys.stdout):
+        command.append(
+            "--tracking.console=lines"
+        )  # ranks cannot see that the shell runs us in the background
+    try:
+        return start_processes(command, config.parallel.default_world_size)
+    finally:
+        if config.tracking.console == "auto":
+            release_terminal(sys.stdout)  # a rank that was killed could not
 
 
 def _train(config: RunConfig, *, as_json: bool) -> int:
@@ -59,6 +72,6 @@ def _train(config: RunConfig, *, as_json: bool) -> int:
     from gnmr_megatron.training.run import train
 
     report = train(config, quiet=as_json)
-    if report is not None:
+    if report is not None and (as_json or config.tracking.console != "json"):
         sys.stdout.write(report.as_json() + "\n" if as_json else report.as_text() + "\n")
     return 0

@@ -16,8 +16,9 @@ class TrackingConfig:
         ConfigError: a value is out of range; the message names the key.
     """
 
-    console: Literal["lines", "quiet"] = "lines"
-    """`lines`: one line a step on the first rank; `quiet`: nothing but errors and the summary."""
+    console: Literal["auto", "lines", "quiet", "json"] = "auto"
+    """What the first rank prints. `lines`: one line a step; `json`: the lines of events.jsonl and nothing else;
+    `quiet`: nothing but errors and the summary; `auto`: a live view on a terminal, `lines` elsewhere."""
 
     log_interval: int = 1
     """Console line every so many steps; the files get every step."""

@@ -64,10 +64,15 @@ TrackerFactory = Callable[[Path, TrackingConfig, Mapping[str, Any]], Tracker]
 
 
 def _console(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> Tracker:
-    from gnmr_megatron.observability.console import ConsoleTracker
+    from gnmr_megatron.observability.console import ConsoleTracker, JsonTracker
+    from gnmr_megatron.observability.live.tracker import LiveTracker, can_draw
 
     if config.console == "quiet":
         return NullTracker()
+    if config.console == "json":
+        return JsonTracker()
+    if config.console == "auto" and can_draw(sys.stdout):
+        return LiveTracker(folder)
     return ConsoleTracker(log_interval=config.log_interval)
 
 

@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from gnmr_megatron.observability.console import ConsoleTracker, duration, short_unit
+from gnmr_megatron.observability.console import (
+    ConsoleTracker,
+    JsonTracker,
+    duration,
+    short_unit,
+)
 from gnmr_megatron.observability.events import (
     CheckpointEvent,
     EvaluationEvent,
     FaultEvent,
     FinishEvent,
+    to_line,
 )
 from tests.unit.observability.test_events import start_event, step_event
+
+FINISH = FinishEvent(step=1, reason="completed", loss=2.0, seconds=1.0, tokens=10)
 
 
 def lines_of(events, **settings):
@@ -40,7 +48,7 @@ def test_piped_output_is_one_plain_line_an_event():
             message="skipped",
         ),
         EvaluationEvent(step=1, loss=2.0, perplexity=7.389, tokens=10, seconds=1.0),
-        FinishEvent(step=1, reason="completed", loss=2.0, seconds=1.0, tokens=10),
+        FINISH,
     ]
     lines = lines_of(events)
     assert len(lines) == len(events)
@@ -146,6 +154,24 @@ def test_a_terminal_gets_colours_and_the_same_words(monkeypatch):
     assert "\x1b[31m  SKIPPED" in out.getvalue()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
     assert plain.splitlines() == lines_of(events)
+
+
+def test_a_file_gets_no_colours_where_a_cluster_asks_for_them(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "CLICOLOR_FORCE"):
+        monkeypatch.setenv(name, "1")
+    lines = lines_of([start_event(), step_event(1, recovered=["a"], riskiest_score=2.0)])
+    assert not {"\x1b", "\r"} & set("".join(lines))
+
+
+def test_json_is_the_lines_of_the_log_and_nothing_else():
+    events = [start_event(), step_event(1, loss=math.nan), FINISH]
+    out = io.StringIO()
+    tracker = JsonTracker(file=out)
+    for event in events:
+        tracker.record(event)
+    tracker.close()
+    assert out.getvalue() == "".join(map(to_line, events))
 
 
 def test_a_reader_that_goes_away_does_not_stop_training():
