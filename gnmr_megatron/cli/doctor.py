@@ -85,7 +85,9 @@ def _subject(options: argparse.Namespace, arguments: Sequence[str]) -> Subject:
     if arguments:
         try:
             config, _ = parse_run(parser, with_resume(arguments))
-        except ConfigError as error:  # the machine is looked at nevertheless, and other processes wait
+        except (
+            ConfigError
+        ) as error:  # the machine is looked at nevertheless, and other processes wait
             unreadable = str(error)
     return Subject(
         config=config,
@@ -98,7 +100,10 @@ def _subject(options: argparse.Namespace, arguments: Sequence[str]) -> Subject:
 
 def _print(report: Report) -> None:
     console = Console(width=None if Console().is_terminal else PIPED_WIDTH, highlight=False)
-    table = Table("", "check", "status", "found", box=SIMPLE_HEAD)
+    table = Table(box=SIMPLE_HEAD)
+    for name, width in (("topic", 15), ("check", 30), ("status", 14)):
+        table.add_column(name, width=width)
+    table.add_column("found")
     topics = dict.fromkeys(finding.topic for finding in report.findings)
     for topic in topics:
         title = topic

@@ -142,7 +142,9 @@ def _check_up_together(subject: Subject) -> Report:
             return _meet(subject, host, rank, findings)
         except GnmrError as error:
             problem = str(error)
-    alone = NODES.problem("meeting", problem, "until this is mended, nothing is known of the others")
+    alone = NODES.problem(
+        "meeting", problem, "until this is mended, nothing is known of the others"
+    )
     return Report(findings=[replace(f, node=host) for f in (*findings, alone)], nodes=[host])
 
 

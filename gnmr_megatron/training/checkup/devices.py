@@ -35,6 +35,13 @@ def check_devices(*, processes: int | None) -> Iterator[Finding]:
         yield from _gpus()
         count, what = torch.cuda.device_count(), "GPU"
     else:
+        built = (
+            f"torch was built with CUDA {torch.version.cuda}"
+            if torch.version.cuda
+            else "torch was built without"
+        )
+        for check in ("nvidia driver", "cuda", "cudnn", "nccl", "apex"):
+            yield VERSIONS.not_applicable(check, f"{built}, and there is no GPU to use")
         yield from why_no_gpu(has_driver=DRIVER.exists(), torch_cuda=torch.version.cuda)
         count, what = cores, "core"
     if processes is not None:
@@ -76,7 +83,9 @@ def enough_devices(processes: int, count: int, what: str) -> Finding:
             "start fewer processes a node (--nproc-per-node), or change parallel.*_size",
         )
     return DEVICES.warning(
-        "processes of this node", f"{detail}: they wait for each other", "start fewer, or be patient"
+        "processes of this node",
+        f"{detail}: they wait for each other",
+        "start fewer, or be patient",
     )
 
 

@@ -104,7 +104,9 @@ class Report:
         if self.is_ready:
             return f"Ready: nothing that is required is broken{also}."
         broken = dict.fromkeys(f.check for f in self.findings if f.status == "problem")
-        return f"Not ready: {_number(self.counts['problem'], 'problem')} ({', '.join(broken)}){also}."
+        return (
+            f"Not ready: {_number(self.counts['problem'], 'problem')} ({', '.join(broken)}){also}."
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -53,9 +53,7 @@ def memory_need(plan: LaunchPlan, *, vocab_size: int, on_gpu: bool) -> MemoryNee
     return max(needs, key=lambda need: need.total)
 
 
-def _memory_of_stage(
-    plan: LaunchPlan, stage: int, *, vocab_size: int, on_gpu: bool
-) -> MemoryNeed:
+def _memory_of_stage(plan: LaunchPlan, stage: int, *, vocab_size: int, on_gpu: bool) -> MemoryNeed:
     config, layout = plan.config, plan.config.parallel
     parameters = parameters_of_stage(plan, stage, vocab_size=vocab_size)
     moments, main = 8, 4 if config.model.dtype == "bf16" else 0
@@ -179,7 +177,10 @@ def _head_bytes(config: RunConfig, vocab_size: int, *, on_gpu: bool) -> float:
 def _microbatches_in_flight(plan: LaunchPlan, stage: int) -> float:
     """Microbatches of which a stage keeps activations at the same time; a chunk of its layers counts as its part."""
     layout = plan.config.parallel
-    stages, chunks = layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size
+    stages, chunks = (
+        layout.pipeline_model_parallel_size,
+        layout.virtual_pipeline_model_parallel_size,
+    )
     microbatches, after = int(plan.batch()["microbatches"]), stages - stage - 1
     if chunks is None:
         return min(after + 1, microbatches)

@@ -32,7 +32,9 @@ def check_ports(endpoint: str | None, *, nodes: int) -> Iterator[Finding]:
     host, _, port_text = (endpoint or "").rpartition(":")
     host = host.strip("[]") or "localhost"
     if endpoint is not None and not (port_text.isdigit() and 0 < int(port_text) < 65535):
-        yield NETWORK.problem("rendezvous", f"'{endpoint}' is no HOST:PORT", "give one, such as node1:29500")
+        yield NETWORK.problem(
+            "rendezvous", f"'{endpoint}' is no HOST:PORT", "give one, such as node1:29500"
+        )
         return
     first = int(port_text) if endpoint is not None else DEFAULT_PORT
     try:
@@ -108,7 +110,8 @@ def known_interface(variable: str, value: str) -> Finding:
         name
         for name in wanted
         if not any(
-            found == name or (not is_exact and variable.startswith("NCCL") and found.startswith(name))
+            found == name
+            or (not is_exact and variable.startswith("NCCL") and found.startswith(name))
             for found in there
         )
     ]
@@ -127,7 +130,11 @@ def check_wandb(tracking: TrackingConfig | None) -> Iterator[Finding]:
     place = _key_place(urlsplit(url).hostname or "")
     key = f"a key is there ({place})" if place else "no key is there"
     if tracking is None or tracking.wandb_mode != "online":
-        mode = "no run is looked at" if tracking is None else f"tracking.wandb_mode: {tracking.wandb_mode}"
+        mode = (
+            "no run is looked at"
+            if tracking is None
+            else f"tracking.wandb_mode: {tracking.wandb_mode}"
+        )
         yield NETWORK.not_applicable("W&B", f"{mode}; {key}")
         return
     if place is None:

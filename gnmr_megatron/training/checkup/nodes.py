@@ -131,14 +131,18 @@ def compare(reports: Sequence[RankReport]) -> Iterator[Finding]:
     different = list(differences(_by_node(reports, "facts")))
     for line in different:
         yield NODES.problem(
-            "same everywhere", line, "make them equal; a shared file system and one container image do"
+            "same everywhere",
+            line,
+            "make them equal; a shared file system and one container image do",
         )
     if not different:
         count = len(reports[0].facts)
         yield NODES.ok("same everywhere", f"{who}: {count} versions, settings and hashes are equal")
     different = list(differences(_by_node(reports, "hardware")))
     for line in different:
-        yield NODES.warning("same hardware", line, "the slowest sets the pace; take nodes of one kind")
+        yield NODES.warning(
+            "same hardware", line, "the slowest sets the pace; take nodes of one kind"
+        )
     if not different:
         yield NODES.ok("same hardware", ", ".join(reports[0].hardware.values()))
 
@@ -187,8 +191,8 @@ def check_all_reduce() -> Finding:
     on_the_wire = 2 * (world - 1) / world * _LARGE  # bytes that each rank sends in a ring
     return NODES.ok(
         check,
-        f"{world} ranks: {small * 1e6:,.0f} us for {_SMALL} bytes, {on_the_wire / large / 1e9:.2f} GB/s of each rank for "
-        f"{_LARGE >> 20} MiB",
+        f"{world} ranks: {small * 1e6:,.0f} us for {_SMALL} bytes; {on_the_wire / large / 1e9:.2f} GB/s sent by each "
+        f"for {_LARGE >> 20} MiB",
     )
 
 

@@ -23,16 +23,16 @@ def check_precision(wanted: Collection[PathName], *, fuse: bool | None) -> Itera
         wanted: paths that the run takes, which are required.
         fuse: the run's precision.fuse.
     """
-    for name in PATHS.values():
-        problem = path_problem(name.name)
+    for info in PATHS.values():
+        problem = path_problem(info.name)
         if problem is None:
-            yield PRECISION.ok(name.name, _tried(name.name))
-        elif name.name in wanted:
+            yield PRECISION.ok(info.name, _tried(info.name))
+        elif info.name in wanted:
             yield PRECISION.problem(
-                name.name, problem, "take other paths in precision.low and precision.recovery"
+                info.name, problem, "take other paths in precision.low and precision.recovery"
             )
         else:
-            yield PRECISION.not_applicable(name.name, problem)
+            yield PRECISION.not_applicable(info.name, problem)
     yield _fused_kernels(fuse=fuse)
 
 
@@ -62,9 +62,9 @@ def _linear_problem(name: PathName) -> str | None:
     )
     results = []
     for path in ("fp32", name):
-        inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_())
         settings = PrecisionConfig(granularity="group", group_size=_GROUP)
-        output = linear(*inputs, precision_path(path, settings))
+        output = linear(inputs[0], inputs[1], precision_path(path, settings))
         results.append([output.detach(), *torch.autograd.grad(output, inputs, grad_output)])
     for what, exact, ours in zip(("output", "input", "weight"), *results, strict=True):
         error = ((ours.float() - exact.float()).norm() / exact.float().norm()).item()

@@ -53,12 +53,14 @@ def check_disk(config: RunConfig, *, vocab_size: int, world_size: int) -> Findin
     free = shutil.disk_usage(folder).free
     check = "disk for the run folder"
     detail = (
-        f"{need.checkpoints} checkpoints of {_size(need.checkpoint)} at a time, events and risk matrix "
+        f"checkpoints {need.checkpoints} x {_size(need.checkpoint)} at a time, events and risk matrix "
         f"{_size(need.records)}: {_size(need.total)} of {_size(free)} free in {folder}"
     )
     advice = "free space, take another runs_dir, or lower checkpoint.keep_last"
     if config.checkpoint.keep_last is None:
-        advice = "set checkpoint.keep_last, which now keeps all; or free space, or take another runs_dir"
+        advice = (
+            "set checkpoint.keep_last, which now keeps all; or free space, or take another runs_dir"
+        )
     return fits(check, need.total, free, detail, advice)
 
 
@@ -145,7 +147,9 @@ def _of_cgroups(root: Path, *, left: bool) -> Iterator[int]:
 def _check_memory(plan: LaunchPlan, *, vocab_size: int) -> Iterator[Finding]:
     check = "memory for the run"
     if import_problem("torch") is not None or import_problem("megatron.core") is not None:
-        yield RESOURCES.not_applicable(check, "not worked out, because a run cannot start; see the versions")
+        yield RESOURCES.not_applicable(
+            check, "not worked out, because a run cannot start; see the versions"
+        )
         return
     import torch
 
@@ -156,7 +160,9 @@ def _check_memory(plan: LaunchPlan, *, vocab_size: int) -> Iterator[Finding]:
         f"activations about {_size(need.activations)}"
     )
     advice = "spread the model over more ranks (parallel.*), or lower train.micro_batch_size"
-    program = psutil.Process().memory_info().rss  # this process has loaded what a training process loads
+    program = (
+        psutil.Process().memory_info().rss
+    )  # this process has loaded what a training process loads
     if on_gpu:
         free = min(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
         detail = f"the fullest rank: {parts}; {_size(need.total)} of {_size(free)} free on a GPU"

@@ -47,7 +47,9 @@ def check_data(config: RunConfig) -> CheckedData:
             data_hash(prefix)
             _check_tokenizer(prefix.parent)
     except GnmrError as error:
-        finding = RUN.problem("data", str(error), "see the message; the paths are relative to this folder")
+        finding = RUN.problem(
+            "data", str(error), "see the message; the paths are relative to this folder"
+        )
         return CheckedData((finding,), None)
     except OSError as error:
         detail = f"{error.filename}: cannot be read ({error.strerror})"
@@ -78,7 +80,11 @@ def check_settings(
 
 def check_folders(config: RunConfig) -> Iterator[Finding]:
     """Whether the run folder can be written, and what is to be resumed is there."""
-    yield writable("runs_dir", Path(config.runs_dir), "take another runs_dir, or give this user the right to write")
+    yield writable(
+        "runs_dir",
+        Path(config.runs_dir),
+        "take another runs_dir, or give this user the right to write",
+    )
     yield umask(_current_umask())
     if config.resume in (None, "auto"):  # either may start a new run
         yield RUN.not_applicable("resume", "a new run, or whatever is there")
@@ -107,7 +113,9 @@ def umask(mask: int) -> Finding:
     """What permissions new files lack."""
     detail = f"{mask:04o}"
     if mask & _OWN_BITS:
-        return RUN.problem("umask", f"{detail}: new files could not be used by their owner", "umask 022")
+        return RUN.problem(
+            "umask", f"{detail}: new files could not be used by their owner", "umask 022"
+        )
     if not mask & _OTHERS_MAY_WRITE:
         return RUN.warning("umask", f"{detail}: everybody could write the run's files", "umask 022")
     return RUN.ok("umask", detail)

@@ -70,7 +70,9 @@ def _python(bounds: str) -> Finding:
     if SpecifierSet(bounds).contains(running, prereleases=True):
         return VERSIONS.ok("python", f"{running} (needs {bounds})")
     return VERSIONS.problem(
-        "python", f"{running} is running; {bounds} is needed", "make an environment with a newer one"
+        "python",
+        f"{running} is running; {bounds} is needed",
+        "make an environment with a newer one",
     )
 
 
