@@ -23,6 +23,7 @@ from gnmr_megatron.training.launch_check import differences
 
 ROUNDS = 10
 _MEETING = timedelta(seconds=120)
+_MOST_LINES = 20
 _SMALL, _LARGE = 8, 16 << 20  # bytes of an all-reduce
 # torchrun drops a node whose last sign of life is 15 s old by the clock of another one
 _SKEW_BREAKS, _SKEW_CONFUSES = 10.0, 1.0
@@ -128,15 +129,23 @@ def compare(reports: Sequence[RankReport]) -> Iterator[Finding]:
     """Whether all ranks have the same software, settings and data, and GPUs of one kind."""
     hosts = dict.fromkeys(report.host for report in reports)
     who = f"{len(reports)} processes on {len(hosts)} node{'' if len(hosts) == 1 else 's'}"
-    different = list(differences(_by_node(reports, "facts")))
-    for line in different:
+    known = set.intersection(*(set(report.facts) for report in reports))
+    shared = [
+        replace(report, facts={name: report.facts[name] for name in report.facts if name in known})
+        for report in reports
+    ]  # a node whose settings are refused, as its own findings say, tells its versions only
+    different = list(differences(_by_node(shared, "facts")))
+    for line in different[:_MOST_LINES]:
         yield NODES.problem(
             "same everywhere",
             line,
             "make them equal; a shared file system and one container image do",
         )
+    if len(different) > _MOST_LINES:
+        more = f"and {len(different) - _MOST_LINES} more"
+        yield NODES.problem("same everywhere", more, "make the first ones equal, then look again")
     if not different:
-        count = len(reports[0].facts)
+        count = len(known)
         yield NODES.ok("same everywhere", f"{who}: {count} versions, settings and hashes are equal")
     different = list(differences(_by_node(reports, "hardware")))
     for line in different:
@@ -163,7 +172,7 @@ def check_clocks(reports: Sequence[RankReport]) -> list[Finding]:
 def clock_finding(host: str, offset: float, uncertainty: float) -> Finding:
     """What is said of a clock that is so many seconds ahead of the first node's."""
     check = f"clock of {host}"
-    detail = f"{offset * 1e3:+,.1f} ms from the first node's (within {uncertainty * 1e3:.1f} ms)"
+    detail = f"{offset * 1e3:+,.2f} ms from the first node's (within {uncertainty * 1e3:.2f} ms)"
     least = max(abs(offset) - uncertainty, 0.0)
     advice = "start chrony or ntpd on all nodes"
     if least > _SKEW_BREAKS:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from gnmr_megatron.training.checkup.disk_need import disk_need
+from gnmr_megatron.training.checkup.disk_need import checkpoint_bytes, disk_need
 from gnmr_megatron.training.checkup.findings import RESOURCES, Finding
 from gnmr_megatron.training.checkup.imports import import_problem
 from gnmr_megatron.training.checkup.memory_need import memory_need
@@ -25,7 +25,8 @@ CGROUPS = (  # limit and use of a container's memory, in either version of cgrou
 )
 _LEAST_SHARED_MEMORY = 1 << 30
 _LEAST_FILES = 4096
-_TIGHT = 0.9  # of what is free
+_TIGHT_DISK = 0.9  # of what is free
+_TIGHT_MEMORY = 0.75  # peaks of two runs on CPUs were 1.16 and 1.31 times what is counted
 _UNLIMITED = 1 << 60
 
 
@@ -61,14 +62,14 @@ def check_disk(config: RunConfig, *, vocab_size: int, world_size: int) -> Findin
         advice = (
             "set checkpoint.keep_last, which now keeps all; or free space, or take another runs_dir"
         )
-    return fits(check, need.total, free, detail, advice)
+    return fits(check, need.total, free, detail, advice, tight=_TIGHT_DISK)
 
 
-def fits(check: str, need: int, free: int, detail: str, advice: str) -> Finding:
-    """Whether bytes that are needed are free, with something left."""
+def fits(check: str, need: int, free: int, detail: str, advice: str, *, tight: float) -> Finding:
+    """Whether bytes that are needed are free; a warning where they are more than a share of what is free."""
     if need > free:
         return RESOURCES.problem(check, detail, advice)
-    if need > _TIGHT * free:
+    if need > tight * free:
         return RESOURCES.warning(check, f"{detail}, which is tight", advice)
     return RESOURCES.ok(check, detail)
 
@@ -160,19 +161,21 @@ def _check_memory(plan: LaunchPlan, *, vocab_size: int) -> Iterator[Finding]:
         f"activations about {_size(need.activations)}"
     )
     advice = "spread the model over more ranks (parallel.*), or lower train.micro_batch_size"
-    program = (
-        psutil.Process().memory_info().rss
-    )  # this process has loaded what a training process loads
+    # this process has loaded what a training process loads
+    program = psutil.Process().memory_info().rss
     if on_gpu:
         free = min(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
         detail = f"the fullest rank: {parts}; {_size(need.total)} of {_size(free)} free on a GPU"
-        yield fits("memory of a GPU for the run", need.total, free, detail, advice)
-        each, what = program, "programs"
+        gpu = "memory of a GPU for the run"
+        yield fits(gpu, need.total, free, detail, advice, tight=_TIGHT_MEMORY)
+        world = plan.world_size
+        saved = checkpoint_bytes(plan.config, vocab_size=vocab_size, world_size=world) // world
+        each, what = program + saved, f"program {_size(program)}, checkpoint {_size(saved)}"
     else:
         each, what = program + need.total, f"{parts}, program {_size(program)}"
     total, free = plan.nproc_per_node * each, available_memory()
     detail = f"{plan.nproc_per_node} x ({what}): {_size(total)} of {_size(free)} free"
-    yield fits(check, total, free, detail, advice)
+    yield fits(check, total, free, detail, advice, tight=_TIGHT_MEMORY)
 
 
 def _size(num_bytes: float) -> str:
