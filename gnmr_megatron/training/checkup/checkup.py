@@ -105,7 +105,7 @@ def _run_findings(subject: Subject) -> Iterator[Finding]:
     plan = subject.plan
     if subject.unreadable is not None:
         for line in subject.unreadable.splitlines():
-            yield RUN.problem(UNREADABLE, line, "correct the file or the option")
+            yield RUN.refused(UNREADABLE, line)
     elif plan is None:
         yield RUN.not_applicable("settings", "none were given", "give a run with --config FILE")
     if plan is None:

@@ -57,6 +57,11 @@ class Topic:
         """A run fails."""
         return self._finding(check, "problem", detail, advice)
 
+    def refused(self, check: str, message: str) -> Finding:
+        """A problem as an error of ours tells it: what is wrong; what to do."""
+        detail, _, advice = message.partition("; ")
+        return self.problem(check, detail, advice or "correct it")
+
     def _finding(self, check: str, status: Status, detail: str, advice: str) -> Finding:
         return Finding(topic=self.name, check=check, status=status, detail=detail, advice=advice)
 

@@ -6,8 +6,8 @@ In bytes; P is the number of parameters that the rank holds, d the bytes of a va
   the distributed optimizer;
 - activations: what the forward keeps for the backward, see `activation_bytes`.
 
-Not counted: buffers that live for one operation, the allocator's gaps, what CUDA, NCCL and Python take, and on CPUs what
-a save in the background holds of weights that training has changed meanwhile.
+Not counted: buffers that live for one operation, the allocator's gaps, what CUDA, NCCL and Python take, and on CPUs
+what a save in the background holds of weights that training has changed meanwhile.
 """
 
 from __future__ import annotations

@@ -47,9 +47,7 @@ def check_data(config: RunConfig) -> CheckedData:
             data_hash(prefix)
             _check_tokenizer(prefix.parent)
     except GnmrError as error:
-        finding = RUN.problem(
-            "data", str(error), "see the message; the paths are relative to this folder"
-        )
+        finding = RUN.refused("data", str(error))
         return CheckedData((finding,), None)
     except OSError as error:
         detail = f"{error.filename}: cannot be read ({error.strerror})"
@@ -73,7 +71,7 @@ def check_settings(
     except GnmrError as error:
         lines = str(error).splitlines()
     for line in lines:
-        yield RUN.problem("settings", line, "change the settings")
+        yield RUN.refused("settings", line)
     if not lines:
         yield RUN.ok("settings", f"fit each other and {world_size} processes")
 
@@ -92,7 +90,7 @@ def check_folders(config: RunConfig) -> Iterator[Finding]:
     try:
         folder = choose_run_folder(Path(config.runs_dir), config.name, config.resume)
     except GnmrError as error:
-        yield RUN.problem("resume", str(error), "name a run folder that holds a checkpoint")
+        yield RUN.refused("resume", str(error))
     else:
         yield RUN.ok("resume", f"goes on from {folder.candidates[0]}")
 
@@ -122,9 +120,17 @@ def umask(mask: int) -> Finding:
 
 
 def _data_folder(folder: Path) -> Finding:
-    """The order of samples is kept beside the first dataset."""
-    advice = "give the right to write, or start once where it is there, so that the order of samples is kept"
-    return writable("data folder", folder / "index_cache", advice)
+    """The order of samples is written beside the first dataset, unless it is there from an earlier run."""
+    from gnmr_megatron.data.manifest import CACHE
+
+    cache = folder / CACHE
+    found = writable(
+        "data folder", cache, "give this user the right to write there, or copy the data"
+    )
+    if found.status == "problem" and cache.is_dir():
+        detail = f"{found.detail}; only an order of samples that is there already can be used"
+        return RUN.warning("data folder", detail, found.advice)
+    return found
 
 
 def _check_tokenizer(folder: Path) -> None:
