@@ -48,7 +48,8 @@ def check_versions(*, needs_te: bool) -> Iterator[Finding]:
 def check_requirement(requirement: Requirement) -> Finding:
     """Whether one requirement is there, within its bounds, and can be imported."""
     name, bounds = requirement.name, str(requirement.specifier)
-    install = f"pip install '{name}{bounds}'"
+    extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+    install = f"pip install '{name}{extras}{bounds}'"
     try:
         installed = version(name)
     except PackageNotFoundError:
@@ -60,7 +61,7 @@ def check_requirement(requirement: Requirement) -> Finding:
         return VERSIONS.problem(
             name,
             f"{installed} is installed, but cannot be imported: {problem}",
-            f"pip install --force-reinstall '{name}{bounds}'",
+            install.replace("install", "install --force-reinstall", 1),
         )
     return VERSIONS.ok(name, f"{installed} (needs {bounds})")
 
