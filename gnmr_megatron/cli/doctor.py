@@ -58,8 +58,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--nodes", type=_positive, default=1, help="nodes of the run (default: 1)")
-    add("--nproc-per-node", type=_positive, help="processes of a node (default: by the layout)")
+    add("--nodes", type=int, default=1, help="nodes of the run (default: 1)")
+    add("--nproc-per-node", type=int, help="processes of a node (default: by the layout)")
     add(
         "--rdzv-endpoint",
         default=os.environ.get("MASTER_PORT")
@@ -70,14 +70,11 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object instead")
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
-    return number
-
-
 def _subject(options: argparse.Namespace, arguments: Sequence[str]) -> Subject:
+    for option in ("nodes", "nproc_per_node"):
+        value = getattr(options, option)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{option.replace('_', '-')}: {value} must be at least 1")
     parser = run_parser("gnmr-megatron doctor", description=DESCRIPTION, epilog=EPILOG)
     parser.usage = "%(prog)s [--config FILE] [--SECTION.KEY VALUE ...] [--nodes N] [--nproc-per-node M] [--json]"
     _add_options(parser)  # for --help; they are parsed before
