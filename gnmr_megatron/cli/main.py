@@ -25,6 +25,10 @@ VERBS = {
         "gnmr_megatron.cli.launch",
         "show what will run where on a cluster, and start it",
     ),
+    "doctor": (
+        "gnmr_megatron.cli.doctor",
+        "check machine, run and nodes before GPUs are paid for",
+    ),
     "units": (
         "gnmr_megatron.cli.units",
         "show which path each projection runs on, and what it keeps",

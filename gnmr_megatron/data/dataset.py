@@ -12,11 +12,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from gnmr_megatron.data.config import DataConfig
-from gnmr_megatron.data.manifest import DatasetInfo
+from gnmr_megatron.data.manifest import CACHE, DatasetInfo
 from gnmr_megatron.data.tokenizer import DatasetTokenizer
 from gnmr_megatron.errors import DataError
-
-CACHE = "index_cache"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from gnmr_megatron.errors import DataError
 
 MANIFEST = "manifest.json"
 PREFIX = "text"
+CACHE = "index_cache"
+"""Folder beside the first dataset in which the order of samples is kept."""
 SCHEMA_VERSION = 1
 
 

@@ -21,7 +21,7 @@ def use_fused_kernels(*, enabled: bool, device: torch.device) -> bool:
 
     It stays off where there is no compiler: C++ for CPUs, Triton for GPUs.
     """
-    _settings["is_enabled"] = enabled and _has_compiler(device)
+    _settings["is_enabled"] = enabled and has_compiler(device)
     # Triton's own division is approximate, and eager's is not
     torch._inductor.config.eager_numerics.division_rounding = True
     # a kernel for each format, block and layout that is used
@@ -58,7 +58,8 @@ def fused(function: F) -> F:
     return cast(F, run)
 
 
-def _has_compiler(device: torch.device) -> bool:
+def has_compiler(device: torch.device) -> bool:
+    """Whether there is what compiles fused kernels: C++ for CPUs, Triton for GPUs."""
     if device.type == "cuda":
         return importlib.util.find_spec("triton") is not None
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -55,16 +55,22 @@ def node_facts(config: RunConfig, *, world_size: int) -> dict[str, str]:
     """
     data = describe_datasets(config.data)
     validate(config, world_size=world_size, vocab_size=data.vocab_size)
+    facts = version_facts()
+    facts.update(_flat(dataclasses.asdict(config)))
+    facts["tokenizer"] = data.tokenizer_fingerprint[:16]
+    for prefix in data.prefixes:
+        facts[f"data in {prefix}"] = data_hash(prefix)
+    return facts
+
+
+def version_facts() -> dict[str, str]:
+    """Versions that have to be equal on all nodes, by name."""
     facts = {"python": platform.python_version(), "gnmr_megatron source": _source_hash()}
     for package in ("gnmr-megatron", "megatron-core", "torch", "transformer-engine"):
         try:
             facts[package] = version(package)
         except PackageNotFoundError:
             facts[package] = "not installed"
-    facts.update(_flat(dataclasses.asdict(config)))
-    facts["tokenizer"] = data.tokenizer_fingerprint[:16]
-    for prefix in data.prefixes:
-        facts[f"data in {prefix}"] = data_hash(prefix)
     return facts
 
 

@@ -84,7 +84,7 @@ def set_up(config: RunConfig) -> Trainer:
     data = describe_datasets(config.data)
     validate(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), vocab_size=data.vocab_size)
     plans = plan_units(config.model, config.precision)
-    engine = _engine(config, plans)
+    engine = checked_engine(config, plans)
     device = start_process_groups(
         config.parallel, seed=config.seed, timeout=timedelta(minutes=config.train.timeout_minutes)
     )
@@ -194,23 +194,12 @@ def set_up(config: RunConfig) -> Trainer:
     )
 
 
-def connect_engine(
-    engine: TransformerConfig,
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: ClippingOptimizer,
-    layout: ParallelLayout,
-) -> None:
-    """Give the schedule what it calls: gradient finalisation and overlapped communication."""
-    engine.grad_scale_func = optimizer.engine.scale_loss
-    engine.finalize_model_grads_func = finalize_model_grads
-    if layout.overlap_grad_reduce:
-        engine.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
-    if layout.overlap_param_gather:
-        engine.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
+def checked_engine(config: RunConfig, plans: Sequence[UnitPlan]) -> TransformerConfig:
+    """The engine's configuration, and everything about it that can be refused before processes meet.
 
-
-def _engine(config: RunConfig, plans: Sequence[UnitPlan]) -> TransformerConfig:
-    """The engine's configuration, and everything about it that can be refused before processes meet."""
+    Raises:
+        GnmrError: an option of the engine, Transformer Engine or this machine's GPU does not fit the paths.
+    """
     is_te = uses_te(plans)
     if is_te:
         te_adapter.check_environment(plans)
@@ -230,6 +219,21 @@ def _engine(config: RunConfig, plans: Sequence[UnitPlan]) -> TransformerConfig:
     if refused:
         raise ConfigError("\n".join(refused))
     return engine
+
+
+def connect_engine(
+    engine: TransformerConfig,
+    chunks: Sequence[DistributedDataParallel],
+    optimizer: ClippingOptimizer,
+    layout: ParallelLayout,
+) -> None:
+    """Give the schedule what it calls: gradient finalisation and overlapped communication."""
+    engine.grad_scale_func = optimizer.engine.scale_loss
+    engine.finalize_model_grads_func = finalize_model_grads
+    if layout.overlap_grad_reduce:
+        engine.no_sync_func = _one_or_all([chunk.no_sync for chunk in chunks])
+    if layout.overlap_param_gather:
+        engine.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
 
 
 def _switches(
