@@ -35,13 +35,10 @@ def check_devices(*, processes: int | None) -> Iterator[Finding]:
         yield from _gpus()
         count, what = torch.cuda.device_count(), "GPU"
     else:
-        built = (
-            f"torch was built with CUDA {torch.version.cuda}"
-            if torch.version.cuda
-            else "torch was built without"
-        )
+        cuda = torch.version.cuda
+        built = f"torch was built with CUDA {cuda}" if cuda else "torch was built without CUDA"
         for check in ("nvidia driver", "cuda", "cudnn", "nccl", "apex"):
-            yield VERSIONS.not_applicable(check, f"{built}, and there is no GPU to use")
+            yield VERSIONS.not_applicable(check, f"{built}, and sees no GPU")
         yield from why_no_gpu(has_driver=DRIVER.exists(), torch_cuda=torch.version.cuda)
         count, what = cores, "core"
     if processes is not None:
