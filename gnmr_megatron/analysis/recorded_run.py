@@ -43,13 +43,14 @@ class RecordedRun:
 
     Args:
         folder: the run folder, also of a run that is still going.
+        last_step: norms of later steps are left out.
 
     Raises:
         DataError: it is no run folder, or the run has not begun; also later, where a part cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, last_step: int | None = None) -> None:
+        self.folder, self._last_step = folder, last_step
         if not (folder / FILE).is_file():
             raise DataError(f"{folder}: is no run folder, it has no {FILE}")
         if not self.starts:
@@ -90,7 +91,8 @@ class RecordedRun:
     @cached_property
     def matrix(self) -> RiskMatrix:
         """Norms, ratios and flags of all units and steps."""
-        return read_risk_matrix(self.folder)
+        matrix = read_risk_matrix(self.folder)
+        return matrix if self._last_step is None else matrix.until(self._last_step)
 
     @cached_property
     def units(self) -> UnitTable:

@@ -33,6 +33,10 @@ VERBS = {
         "gnmr_megatron.cli.checkpoint",
         "list, verify and prune the checkpoints of a run",
     ),
+    "replay": (
+        "gnmr_megatron.cli.replay",
+        "decide on recorded norms again, with the run's settings or with others",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

@@ -145,6 +145,16 @@ class Controller:
         self._lock: IntArray = np.zeros(size, dtype=np.int64)
         self._steps_seen = 0
 
+    @property
+    def history(self) -> GradNormHistory:
+        """What it remembers of the norms; to look at, not to change."""
+        return self._history
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the coming decision only builds history."""
+        return self._steps_seen < self.config.warmup_steps and not self._policy.is_open_loop
+
     def restart_history(self) -> None:
         """Forget norms and locks and warm up again, as after a change of the global batch size."""
         self._start()
@@ -189,9 +199,8 @@ class Controller:
 
     def _choose(self, seen: Observation, *, updated: bool) -> Decision:
         score = self._policy.score(seen)
-        warming_up = self._steps_seen < self.config.warmup_steps and not self._policy.is_open_loop
         candidate = (score > 1) | (self._lock > 0)
-        if warming_up:
+        if self.is_warming_up:
             candidate = np.zeros_like(candidate)
         selected = select_recovery_set(score, candidate, self._most(seen.step))
         lock = np.maximum(self._lock - 1, 0)

@@ -84,11 +84,15 @@ class GradNormHistory:
         mean: FloatArray = np.divide(total, weight, out=np.zeros_like(total), where=weight > 0)
         return mean
 
+    def recent_mean(self) -> FloatArray:
+        """[units] mean of the last delta GNMR values; of no use where there are fewer yet."""
+        return _sum_rows(self._recent) / len(self._recent)
+
     def ratios(self, norms: FloatArray) -> tuple[FloatArray, FloatArray]:
         """GNMR and delta-GNMR of this step's norms, [units] float64 each; changes nothing."""
-        delta = len(self._recent)
         current = gnmr(norms, self.mean())
-        return current, delta_gnmr(current, _sum_rows(self._recent) / delta, self.count >= delta)
+        is_full = self.count >= len(self._recent)
+        return current, delta_gnmr(current, self.recent_mean(), is_full)
 
     def fold(self, norms: FloatArray, current: FloatArray) -> None:
         """Add a step's norms and GNMR values; a unit whose norm is not finite is left out."""

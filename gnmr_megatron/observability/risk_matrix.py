@@ -135,6 +135,23 @@ class RiskMatrix:
     recovered: NDArray[np.bool_]
     selected: NDArray[np.bool_]
 
+    def until(self, step: int) -> RiskMatrix:
+        """Without the steps after this one."""
+        end = int(np.searchsorted(self.steps, step, side="right"))
+        arrays = {name: value[:end] for name, value in vars(self).items() if name != "units"}
+        return RiskMatrix(units=self.units, **arrays)
+
+    def decisions(self) -> dict[int, list[str]]:
+        """Ids of the units selected after each step; under the step before the first, those that it recovered."""
+        ids = np.array(self.units, dtype=object)
+        found = {
+            int(step): ids[row].tolist()
+            for step, row in zip(self.steps, self.selected, strict=True)
+        }
+        if len(self.steps):
+            found[int(self.steps[0]) - 1] = ids[self.recovered[0]].tolist()
+        return found
+
 
 def read_risk_matrix(folder: Path, *, units: UnitTable | None = None) -> RiskMatrix:
     """Read the matrix of a run folder, also while it is being written; half a record at its end is left out.
