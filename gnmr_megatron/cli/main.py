@@ -37,6 +37,7 @@ VERBS = {
         "gnmr_megatron.cli.replay",
         "decide on recorded norms again, with the run's settings or with others",
     ),
+    "explain": ("gnmr_megatron.cli.explain", "tell why a recorded step decided as it did"),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

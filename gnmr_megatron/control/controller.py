@@ -151,6 +151,11 @@ class Controller:
         return self._history
 
     @property
+    def lock(self) -> IntArray:
+        """[units] int64 lock counters before the coming decision; to look at, not to change."""
+        return self._lock
+
+    @property
     def is_warming_up(self) -> bool:
         """Whether the coming decision only builds history."""
         return self._steps_seen < self.config.warmup_steps and not self._policy.is_open_loop
