@@ -118,8 +118,7 @@ def _check_complete(run: RecordedRun, first: int, last: int | None, rows: range)
         )
     wanted = np.arange(first, first + len(steps) if last is None else last + 1)
     if not np.array_equal(steps, wanted):
-        held = np.zeros(0, dtype=np.int64) if len(steps) == 0 else steps
-        missing = np.setdiff1d(wanted, held)
+        missing = np.setdiff1d(wanted, steps)
         where = f"step {missing[0]} is missing" if len(missing) else "its steps are out of order"
         raise DataError(f"{run.folder}: its risk matrix is not whole: {where}")
 

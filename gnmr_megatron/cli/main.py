@@ -38,6 +38,7 @@ VERBS = {
         "decide on recorded norms again, with the run's settings or with others",
     ),
     "explain": ("gnmr_megatron.cli.explain", "tell why a recorded step decided as it did"),
+    "diff": ("gnmr_megatron.cli.diff", "tell where two recorded runs part, and why"),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 
