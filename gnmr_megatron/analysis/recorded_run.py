@@ -43,7 +43,7 @@ class RecordedRun:
 
     Args:
         folder: the run folder, also of a run that is still going.
-        last_step: norms of later steps are left out.
+        last_step: norms and segments of later steps are left out.
 
     Raises:
         DataError: it is no run folder, or the run has not begun; also later, where a part cannot be read.
@@ -125,7 +125,8 @@ class RecordedRun:
                 found[first] = Segment(
                     first_step=first, config=found[first].config, restarts_history=True
                 )
-        return tuple(found[step] for step in sorted(found))
+        last = self._last_step
+        return tuple(found[step] for step in sorted(found) if last is None or step <= last)
 
     def _control(self, start: StartEvent) -> ControlConfig:
         plain = self.config.get("gnmr", {}) if start.control is None else start.control

@@ -39,6 +39,10 @@ VERBS = {
     ),
     "explain": ("gnmr_megatron.cli.explain", "tell why a recorded step decided as it did"),
     "diff": ("gnmr_megatron.cli.diff", "tell where two recorded runs part, and why"),
+    "calibrate": (
+        "gnmr_megatron.cli.calibrate",
+        "find thresholds for a wanted rate of exceedances, from a recorded run",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

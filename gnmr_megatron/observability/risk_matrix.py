@@ -173,8 +173,12 @@ def read_risk_matrix(folder: Path, *, units: UnitTable | None = None) -> RiskMat
     schema = description.get("schema_version")
     if schema != SCHEMA_VERSION:
         raise DataError(f"{folder / UNITS}: has schema {schema}, not {SCHEMA_VERSION}")
-    ids = tuple(unit["id"] for unit in description["units"])
-    if units is not None and description["fingerprint"] != units.fingerprint:
+    try:
+        ids = tuple(unit["id"] for unit in description["units"])
+        fingerprint = description["fingerprint"]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / UNITS}: is damaged: {error} is missing") from error
+    if units is not None and fingerprint != units.fingerprint:
         raise DataError(f"{folder / MATRIX}: {_difference(ids, units.ids)}; use another run folder")
     dtype = risk_matrix_dtype(len(ids))
     records = np.fromfile(folder / MATRIX, dtype, count=size // dtype.itemsize)
