@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gnmr_megatron.analysis.explain import ExplainedStep, ExplainedUnit, explain
+from gnmr_megatron.analysis.causes import DecisionDifference, decision_difference
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.errors import DataError
@@ -23,7 +23,6 @@ ROUNDING = 1e-6
 """Largest relative difference of two norms that counts as rounding."""
 
 Norms = Literal["equal", "rounding", "different"]
-Cause = Literal["norms", "settings", "locks", "budget", "record"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,27 +41,6 @@ class NormDifference:
     unit: str
     norms: tuple[float, float]
     relative: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecisionDifference:
-    """The first step after which other units were selected, and why.
-
-    Attributes:
-        step: after which they were.
-        selected: unit ids that either run selected.
-        cause: `locks` where the unit was a candidate by its lock in one run only; `budget` where it was a candidate
-            in both and had a place in one; else `settings` or `norms`, whichever made it risky in one run only;
-            `record` where norms and settings give the same decision, so that one run is not as recorded.
-        unit: that `why` is about.
-        why: in words.
-    """
-
-    step: int
-    selected: tuple[tuple[str, ...], tuple[str, ...]]
-    cause: Cause
-    unit: str
-    why: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +122,13 @@ def compare(left: RecordedRun, right: RecordedRun) -> Comparison:
         updated=flags["updated"],
         decision=None
         if flags["selected"] is None
-        else _decision_difference(left, right, flags["selected"], settings, first_bit),
+        else decision_difference(
+            left,
+            right,
+            flags["selected"],
+            settings_differ=settings is not None and settings.step <= flags["selected"],
+            norms_differ=first_bit is not None and first_bit.step <= flags["selected"],
+        ),
     )
 
 
@@ -224,93 +208,3 @@ def _settings(run: RecordedRun, step: int) -> dict[str, Any]:
         segment.config for segment in reversed(run.segments) if segment.first_step <= step
     )
     return dataclasses.asdict(config)
-
-
-def _decision_difference(
-    left: RecordedRun,
-    right: RecordedRun,
-    step: int,
-    settings: SettingsDifference | None,
-    first_bit: NormDifference | None,
-) -> DecisionDifference:
-    steps = explain(left, step), explain(right, step)
-    chosen = tuple(_recorded(run, step) for run in (left, right))
-    unit = next(name for name in left.matrix.units if (name in chosen[0]) != (name in chosen[1]))
-    one, other = steps[0].unit(unit), steps[1].unit(unit)
-    may_be_settings = settings is not None and settings.step <= step
-    may_be_norms = first_bit is not None and first_bit.step <= step
-    cause = _cause(steps, (one, other), settings=may_be_settings, norms=may_be_norms)
-    return DecisionDifference(
-        step=step,
-        selected=(chosen[0], chosen[1]),
-        cause=cause,
-        unit=unit,
-        why=_why(cause, steps, (one, other)),
-    )
-
-
-def _recorded(run: RecordedRun, step: int) -> tuple[str, ...]:
-    row = int(np.searchsorted(run.matrix.steps, step))
-    return tuple(run.matrix.units[index] for index in np.flatnonzero(run.matrix.selected[row]))
-
-
-def _cause(
-    steps: tuple[ExplainedStep, ExplainedStep],
-    units: tuple[ExplainedUnit, ExplainedUnit],
-    *,
-    settings: bool,
-    norms: bool,
-) -> Cause:
-    one, other = units
-    if one.outcome == other.outcome or not (settings or norms):
-        return "record"  # worked out again, they decide alike
-    if one.rank is not None and other.rank is not None:
-        return "budget"
-    if (one.score > 1) == (other.score > 1) and steps[0].is_warming_up == steps[1].is_warming_up:
-        return "locks"
-    if settings and norms:
-        return "norms" if _same_rule(steps, units) else "settings"
-    return "settings" if settings else "norms"
-
-
-def _same_rule(
-    steps: tuple[ExplainedStep, ExplainedStep], units: tuple[ExplainedUnit, ExplainedUnit]
-) -> bool:
-    """Whether under the settings of the first run the second's ratios would still have decided otherwise."""
-    rule, other = steps[0], steps[1]
-    keys = ("policy", "delta", "is_warming_up")
-    if any(getattr(rule, key) != getattr(other, key) for key in keys):
-        return False
-    if rule.policy != "gnmr":
-        return rule.alpha == other.alpha
-    score = max(units[1].gnmr / rule.alpha, units[1].delta_gnmr / rule.beta)
-    return (score > 1) == (units[1].score > 1)
-
-
-def _why(
-    cause: Cause,
-    steps: tuple[ExplainedStep, ExplainedStep],
-    units: tuple[ExplainedUnit, ExplainedUnit],
-) -> str:
-    one, other = units
-    if cause == "record":
-        return (
-            "norms and settings give the same decision in both runs, so one is not as recorded; see `gnmr-megatron "
-            "replay`"
-        )
-    if cause == "budget":
-        places = [
-            f"{unit.rank} of {len(step.candidates)} for {step.max_recovered}"
-            for step, unit in zip(steps, units, strict=True)
-        ]
-        return f"a candidate in both runs, at place {places[0]} in the first, {places[1]} in the second"
-    if cause == "locks":
-        return f"its lock was {one.lock_before} in the first run, {other.lock_before} in the second"
-    if steps[0].is_warming_up != steps[1].is_warming_up:
-        return f"the {'first' if steps[0].is_warming_up else 'second'} run was warming up"
-    limits = [f"alpha {step.alpha:.4g}, beta {step.beta:.4g}" for step in steps]
-    values = [f"GNMR {unit.gnmr:.6g}, delta-GNMR {unit.delta_gnmr:.6g}" for unit in units]
-    return (
-        f"scored {one.score:.6g} in the first run ({values[0]}; {limits[0]}) and {other.score:.6g} in the second "
-        f"({values[1]}; {limits[1]})"
-    )

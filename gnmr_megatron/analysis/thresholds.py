@@ -15,7 +15,7 @@ from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.control.statistics import BoolArray, FloatArray, GradNormHistory, IntArray
 
 DIGITS = 5
-"""Significant digits that thresholds are rounded up to."""
+"""Significant digits of thresholds; more where values lie closer."""
 
 
 class Ratios(NamedTuple):
@@ -84,12 +84,15 @@ def _largest(values: FloatArray, count: int) -> IntArray:
 
 
 def _between(falling: FloatArray, count: int) -> float:
-    """A value that the first `count` are above, rounded up; never below the next one."""
+    """A short number that the first `count` are above, and no others."""
     below = float(falling[min(count, len(falling) - 1)])
     if math.isinf(below):
         raise ValueError("norms that are not finite are more than that")
     above = float(falling[count - 1]) if count else below
     middle = below if math.isinf(above) else (above + below) / 2
-    scale = 10.0 ** (DIGITS - 1 - math.floor(math.log10(middle)))
-    rounded = math.ceil(middle * scale) / scale
-    return rounded if rounded < above or count == 0 else below
+    for digits in range(DIGITS, 18):
+        scale = 10.0 ** (digits - 1 - math.floor(math.log10(middle)))
+        rounded = math.ceil(middle * scale) / scale
+        if below <= rounded and (rounded < above or count == 0):
+            return rounded
+    return below
