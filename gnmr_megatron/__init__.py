@@ -14,12 +14,14 @@ _HOMES = {
     "Decision": "gnmr_megatron.control.controller",
     "DecisionTrace": "gnmr_megatron.control.trace",
     "GnmrError": "gnmr_megatron.errors",
+    "RecordedRun": "gnmr_megatron.analysis.recorded_run",
     "RiskMatrix": "gnmr_megatron.observability.risk_matrix",
     "RunSummary": "gnmr_megatron.observability.summary",
     "Unit": "gnmr_megatron.control.units",
     "UnitTable": "gnmr_megatron.control.units",
     "read_events": "gnmr_megatron.observability.events",
     "read_risk_matrix": "gnmr_megatron.observability.risk_matrix",
+    "replay": "gnmr_megatron.analysis.replay",
     "summarize": "gnmr_megatron.observability.summary",
 }
 

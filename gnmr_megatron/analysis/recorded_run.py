@@ -15,7 +15,13 @@ from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.control.units import Unit, UnitTable
 from gnmr_megatron.errors import ConfigError, DataError
 from gnmr_megatron.observability.event_log import FILE
-from gnmr_megatron.observability.events import Event, EventReader, FaultEvent, StartEvent
+from gnmr_megatron.observability.events import (
+    Event,
+    EventReader,
+    FaultEvent,
+    RecoveryGapEvent,
+    StartEvent,
+)
 from gnmr_megatron.observability.risk_matrix import UNITS, RiskMatrix, read_risk_matrix
 
 CONFIG = "config.yaml"
@@ -43,13 +49,14 @@ class RecordedRun:
 
     Args:
         folder: the run folder, also of a run that is still going.
+        last_step: norms and segments of later steps are left out.
 
     Raises:
         DataError: it is no run folder, or the run has not begun; also later, where a part cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, last_step: int | None = None) -> None:
+        self.folder, self._last_step = folder, last_step
         if not (folder / FILE).is_file():
             raise DataError(f"{folder}: is no run folder, it has no {FILE}")
         if not self.starts:
@@ -90,7 +97,8 @@ class RecordedRun:
     @cached_property
     def matrix(self) -> RiskMatrix:
         """Norms, ratios and flags of all units and steps."""
-        return read_risk_matrix(self.folder)
+        matrix = read_risk_matrix(self.folder)
+        return matrix if self._last_step is None else matrix.until(self._last_step)
 
     @cached_property
     def units(self) -> UnitTable:
@@ -108,6 +116,11 @@ class RecordedRun:
             ) from error
 
     @cached_property
+    def recovery_gaps(self) -> dict[int, list[float]]:
+        """Measured recovery gaps, in the order of the units, by step; empty where none were measured."""
+        return {event.step: event.gaps for event in self.events_of(RecoveryGapEvent)}
+
+    @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """The settings of the controller over the steps, one segment for each start that took a step."""
         found: dict[int, Segment] = {}
@@ -123,7 +136,8 @@ class RecordedRun:
                 found[first] = Segment(
                     first_step=first, config=found[first].config, restarts_history=True
                 )
-        return tuple(found[step] for step in sorted(found))
+        last = self._last_step
+        return tuple(found[step] for step in sorted(found) if last is None or step <= last)
 
     def _control(self, start: StartEvent) -> ControlConfig:
         plain = self.config.get("gnmr", {}) if start.control is None else start.control

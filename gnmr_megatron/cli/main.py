@@ -45,6 +45,16 @@ VERBS = {
         "gnmr_megatron.cli.watch",
         "show a run that another process trains, live",
     ),
+    "replay": (
+        "gnmr_megatron.cli.replay",
+        "decide on recorded norms again, with the run's settings or with others",
+    ),
+    "explain": ("gnmr_megatron.cli.explain", "tell why a recorded step decided as it did"),
+    "diff": ("gnmr_megatron.cli.diff", "tell where two recorded runs part, and why"),
+    "calibrate": (
+        "gnmr_megatron.cli.calibrate",
+        "find thresholds for a wanted rate of exceedances, from a recorded run",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

@@ -147,6 +147,26 @@ class Controller:
         self._lock: IntArray = np.zeros(size, dtype=np.int64)
         self._steps_seen = 0
 
+    @property
+    def history(self) -> GradNormHistory:
+        """What it remembers of the norms; to look at, not to change."""
+        return self._history
+
+    @property
+    def mean_norms(self) -> FloatArray:
+        """[units] mean of past norms that the coming GNMR divides by; 0 where there are none."""
+        return self._history.mean(self._recovered())
+
+    @property
+    def lock(self) -> IntArray:
+        """[units] int64 lock counters before the coming decision; to look at, not to change."""
+        return self._lock
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the coming decision only builds history."""
+        return self._steps_seen < self.config.warmup_steps and not self._policy.is_open_loop
+
     def restart_history(self) -> None:
         """Forget norms and locks and warm up again, as after a change of the global batch size."""
         self._start()
@@ -165,8 +185,7 @@ class Controller:
         norms = np.asarray(norms, dtype=np.float64)  # ratios take the type of the norms
         if norms.shape != (len(self.units),):
             raise ValueError(f"got norms of shape {norms.shape} for {len(self.units)} units")
-        recovered = np.zeros(len(self.units), dtype=np.bool_)
-        recovered[self.recovery_set] = True
+        recovered = self._recovered()
         stayed = recovered == self._was_recovered
         with np.errstate(all="ignore"):  # a ratio beyond float64 is inf or 0, and so it is meant
             seen = self._observe(step, norms, *self._history.ratios(norms, recovered))
@@ -185,6 +204,12 @@ class Controller:
         self._step = step
         self.recovery_set = decision.recovery_set
         return decision
+
+    def _recovered(self) -> BoolArray:
+        """[units] whether a unit is on its recovery path now."""
+        recovered = np.zeros(len(self.units), dtype=np.bool_)
+        recovered[self.recovery_set] = True
+        return recovered
 
     def foresee(self, gaps: FloatArray) -> IntArray:
         """Choose the recovery set of the coming step from what recovering each unit would bring in it.
@@ -222,9 +247,8 @@ class Controller:
 
     def _choose(self, seen: Observation, *, updated: bool) -> Decision:
         score = self._policy.score(seen)
-        warming_up = self._steps_seen < self.config.warmup_steps and not self._policy.is_open_loop
         candidate = (score > 1) | (self._lock > 0)
-        if warming_up:
+        if self.is_warming_up:
             candidate = np.zeros_like(candidate)
         selected = select_recovery_set(score, candidate, self._most(seen.step))
         lock = np.maximum(self._lock - 1, 0)

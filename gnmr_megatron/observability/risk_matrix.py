@@ -135,6 +135,23 @@ class RiskMatrix:
     recovered: NDArray[np.bool_]
     selected: NDArray[np.bool_]
 
+    def until(self, step: int) -> RiskMatrix:
+        """Without the steps after this one."""
+        end = int(np.searchsorted(self.steps, step, side="right"))
+        arrays = {name: value[:end] for name, value in vars(self).items() if name != "units"}
+        return RiskMatrix(units=self.units, **arrays)
+
+    def decisions(self) -> dict[int, list[str]]:
+        """Ids of the units selected after each step; under the step before the first, those that it recovered."""
+        ids = np.array(self.units, dtype=object)
+        found = {
+            int(step): ids[row].tolist()
+            for step, row in zip(self.steps, self.selected, strict=True)
+        }
+        if len(self.steps):
+            found[int(self.steps[0]) - 1] = ids[self.recovered[0]].tolist()
+        return found
+
 
 def read_risk_matrix(folder: Path, *, units: UnitTable | None = None) -> RiskMatrix:
     """Read the matrix of a run folder, also while it is being written; half a record at its end is left out.
@@ -156,8 +173,12 @@ def read_risk_matrix(folder: Path, *, units: UnitTable | None = None) -> RiskMat
     schema = description.get("schema_version")
     if schema != SCHEMA_VERSION:
         raise DataError(f"{folder / UNITS}: has schema {schema}, not {SCHEMA_VERSION}")
-    ids = tuple(unit["id"] for unit in description["units"])
-    if units is not None and description["fingerprint"] != units.fingerprint:
+    try:
+        ids = tuple(unit["id"] for unit in description["units"])
+        fingerprint = description["fingerprint"]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{folder / UNITS}: is damaged: {error} is missing") from error
+    if units is not None and fingerprint != units.fingerprint:
         raise DataError(f"{folder / MATRIX}: {_difference(ids, units.ids)}; use another run folder")
     dtype = risk_matrix_dtype(len(ids))
     records = np.fromfile(folder / MATRIX, dtype, count=size // dtype.itemsize)

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 import yaml
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 
+from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.errors import ConfigError, did_you_mean
 from gnmr_megatron.training.checkpoint_files import split_resume
 from gnmr_megatron.training.config import RunConfig
@@ -22,20 +23,47 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 def run_parser(prog: str, *, description: str, epilog: str) -> ArgumentParser:
     """A parser of all settings of a run; parse with `parse_run`."""
-    parser = ArgumentParser(
+    parser = _parser(prog, description=description, epilog=epilog)
+    parser.usage = "%(prog)s [--config FILE] [--SECTION.KEY VALUE ...] [--resume RUN]"
+    parser.add_argument(
+        "--config", action="config", help="YAML file of settings; later options override it"
+    )
+    parser.add_class_arguments(RunConfig, None)
+    return parser
+
+
+def changes_parser(prog: str, *, description: str, epilog: str) -> ArgumentParser:
+    """A parser of the controller's settings alone, `--gnmr.KEY VALUE`; parse with `parse_changes`."""
+    parser = _parser(prog, description=description, epilog=epilog)
+    parser.add_class_arguments(ControlConfig, "gnmr")
+    return parser
+
+
+def _parser(prog: str, *, description: str, epilog: str) -> ArgumentParser:
+    return ArgumentParser(
         prog=prog,
-        usage="%(prog)s [--config FILE] [--SECTION.KEY VALUE ...] [--resume RUN]",
         description=description,
         epilog=epilog,
         formatter_class=_HelpFormatter,
         exit_on_error=False,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", action="config", help="YAML file of settings; later options override it"
-    )
-    parser.add_class_arguments(RunConfig, None)
-    return parser
+
+
+def parse_changes(
+    parser: ArgumentParser, arguments: Sequence[str]
+) -> tuple[dict[str, Any], argparse.Namespace]:
+    """The controller's settings that were given, without the defaults of others; and all options.
+
+    Raises:
+        ConfigError: an unknown option, with a suggestion, or a value of another type.
+    """
+    try:
+        options = parser.parse_args(list(arguments))
+        given = parser.parse_args(list(arguments), defaults=False)
+    except argparse.ArgumentError as error:
+        raise ConfigError(_explain(str(error), list(parser.get_defaults().keys()))) from error
+    return given.as_dict().get("gnmr", {}), argparse.Namespace(**options.as_dict())
 
 
 class _HelpFormatter(DefaultHelpFormatter):
@@ -61,7 +89,7 @@ def parse_run(
     try:
         parsed = parser.parse_args(list(arguments))
     except argparse.ArgumentError as error:
-        raise ConfigError(_explain(str(error))) from error
+        raise ConfigError(_explain(str(error), _dotted_keys())) from error
     values = parsed.as_dict()
     sections, problems = {}, []
     for name, section in _sections(RunConfig).items():
@@ -185,13 +213,13 @@ def _check_mapping(root: yaml.MappingNode, path: Path, config_class: type, *, pr
             )
 
 
-def _explain(message: str) -> str:
+def _explain(message: str, keys: Sequence[str]) -> str:
     """Reword the parser's messages for keys and values given on the command line."""
     unknown = re.search(r"(?:Unrecognized|unrecognized) arguments?: (--?)?([\w.]+)", message)
     if unknown and not unknown[1]:
         return f"unexpected argument '{unknown[2]}'; settings are --SECTION.KEY VALUE"
     if unknown:
-        return f"unknown option --{unknown[2]}{did_you_mean(unknown[2], _dotted_keys())}"
+        return f"unknown option --{unknown[2]}{did_you_mean(unknown[2], keys)}"
     wrong = re.search(r'Parser key "([\w.]+)":\s*(.*)', message, re.DOTALL)
     if not wrong:
         return message

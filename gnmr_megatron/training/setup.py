@@ -277,24 +277,14 @@ def _controller(settings: ControlConfig, units: UnitTable) -> DecidesRecovery:
     if settings.mode == "disabled":
         return DisabledController(units)
     try:
-        return Controller(settings, units, recorded=_recorded(settings))
+        recorded = (
+            read_risk_matrix(Path(settings.trace or "")).decisions()
+            if settings.policy == "replay"
+            else None
+        )
+        return Controller(settings, units, recorded=recorded)
     except ValueError as error:
         raise ConfigError(f"gnmr.trace: {settings.trace}: {error}") from error
-
-
-def _recorded(settings: ControlConfig) -> Mapping[int, Sequence[str]] | None:
-    """The unit ids that a recorded run selected after each step; step 0 stands for its first recovery set."""
-    if settings.policy != "replay":
-        return None
-    matrix = read_risk_matrix(Path(settings.trace or ""))
-    ids = np.array(matrix.units)
-    recorded = {
-        int(step): ids[row].tolist()
-        for step, row in zip(matrix.steps, matrix.selected, strict=True)
-    }
-    if len(matrix.steps):
-        recorded[int(matrix.steps[0]) - 1] = ids[matrix.recovered[0]].tolist()
-    return recorded
 
 
 def _norms(

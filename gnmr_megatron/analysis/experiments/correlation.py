@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.control.config import ControlConfig, PolicyName
 from gnmr_megatron.control.controller import Controller
-from gnmr_megatron.observability.events import RecoveryGapEvent
 
 Floats = NDArray[np.float64]
 
@@ -61,7 +60,7 @@ def correlations(run: RecordedRun) -> dict[str, tuple[Correlation, Correlation]]
 
     Empty where nothing was measured.
     """
-    gaps = {event.step: np.array(event.gaps) for event in run.events_of(RecoveryGapEvent)}
+    gaps = {step: np.array(values) for step, values in run.recovery_gaps.items()}
     if not gaps:
         return {}
     rows = {int(step): row for row, step in enumerate(run.matrix.steps)}

@@ -13,7 +13,9 @@ from gnmr_megatron.training.checkup.findings import PRECISION, Finding
 from gnmr_megatron.training.checkup.imports import describe, import_problem
 
 _TOKENS, _WIDTH, _GROUP = 32, 128, 32  # what every path takes
-_LARGEST_ERROR = 0.8  # INT2 is off by 0.67; what has nothing to do with the exact result, by 1 and more
+_LARGEST_ERROR = (
+    0.8  # INT2 is off by 0.67; what has nothing to do with the exact result, by 1 and more
+)
 
 
 def check_precision(wanted: Collection[PathName], *, fuse: bool | None) -> Iterator[Finding]:
