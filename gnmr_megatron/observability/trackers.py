@@ -79,7 +79,17 @@ def _wandb(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) 
     return WandbTracker(folder, config, run_config=run_config)
 
 
-TRACKERS: dict[str, TrackerFactory] = {"console": _console, "wandb": _wandb}
+def _tensorboard(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> Tracker:
+    from gnmr_megatron.observability.tensorboard_tracker import TensorBoardTracker
+
+    return TensorBoardTracker(folder, config) if config.tensorboard else NullTracker()
+
+
+TRACKERS: dict[str, TrackerFactory] = {
+    "console": _console,
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
+}
 
 
 def make_trackers(

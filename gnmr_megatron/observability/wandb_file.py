@@ -1,0 +1,55 @@
+"""Which step W&B's own file of a run has got to; W&B has no reader for it.
+
+The file is a log as LevelDB writes it, blocks of records behind a header of seven bytes; each record is a protocol
+buffer.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+BLOCK = 32768
+FILE_HEADER = 7
+RECORD_HEADER = struct.Struct("<IHB")  # checksum, length, kind
+ENDS = (1, 4)  # kinds: a whole record, or the last part of one
+
+
+def last_logged_step(path: Path) -> int:
+    """The highest step of a .wandb file, also of one that a crash cut off; 0 where it has none."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # it has no stubs
+    from wandb.proto import wandb_internal_pb2
+
+    last = 0
+    if path.stat().st_size <= FILE_HEADER:
+        return last
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for content in _records(data):
+            record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made at run time
+            try:
+                record.ParseFromString(content)
+            except DecodeError:
+                break
+            if record.WhichOneof("record_type") == "history":
+                last = max(last, record.history.step.num)
+    return last
+
+
+def _records(data: mmap.mmap) -> Iterator[bytes]:
+    position, parts = FILE_HEADER, b""
+    while position + RECORD_HEADER.size <= len(data):
+        left = BLOCK - position % BLOCK
+        if left < RECORD_HEADER.size:  # too little for another header
+            position += left
+            continue
+        _, length, kind = RECORD_HEADER.unpack_from(data, position)
+        position += RECORD_HEADER.size
+        if kind == 0 or position + length > len(data):
+            return
+        parts += data[position : position + length]
+        position += length
+        if kind in ENDS:
+            yield parts
+            parts = b""
