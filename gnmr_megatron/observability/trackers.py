@@ -72,11 +72,16 @@ def _console(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]
 
 
 def _wandb(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> Tracker:
+    from gnmr_megatron.observability.background import BackgroundTracker
+    from gnmr_megatron.observability.wandb_run import CLOSE_SECONDS
     from gnmr_megatron.observability.wandb_tracker import WandbTracker
 
     if config.wandb_mode == "disabled":
         return NullTracker()
-    return WandbTracker(folder, config, run_config=run_config)
+    tracker = WandbTracker(folder, config, run_config=run_config)
+    if config.wandb_mode == "offline":
+        return tracker
+    return BackgroundTracker(tracker, close_seconds=CLOSE_SECONDS)  # a lost network stops nobody
 
 
 def _tensorboard(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> Tracker:

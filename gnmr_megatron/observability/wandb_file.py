@@ -1,4 +1,4 @@
-"""Which step W&B's own file of a run has got to; W&B has no reader for it.
+"""Which steps W&B's own file of a run has; W&B has no reader for it.
 
 The file is a log as LevelDB writes it, blocks of records behind a header of seven bytes; each record is a protocol
 buffer.
@@ -17,14 +17,19 @@ RECORD_HEADER = struct.Struct("<IHB")  # checksum, length, kind
 ENDS = (1, 4)  # kinds: a whole record, or the last part of one
 
 
-def last_logged_step(path: Path) -> int:
-    """The highest step of a .wandb file, also of one that a crash cut off; 0 where it has none."""
+def logged_steps(path: Path, key: str) -> tuple[int, list[int]]:
+    """Steps of a .wandb file, also of one that a crash cut off.
+
+    Returns:
+        The highest, 0 where it has none; and those with a value of `key`.
+    """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # it has no stubs
     from wandb.proto import wandb_internal_pb2
 
     last = 0
+    with_key: list[int] = []
     if path.stat().st_size <= FILE_HEADER:
-        return last
+        return last, with_key
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for content in _records(data):
             record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made at run time
@@ -34,7 +39,9 @@ def last_logged_step(path: Path) -> int:
                 break
             if record.WhichOneof("record_type") == "history":
                 last = max(last, record.history.step.num)
-    return last
+                if any(key in (item.key, *item.nested_key) for item in record.history.item):
+                    with_key.append(record.history.step.num)
+    return last, with_key
 
 
 def _records(data: mmap.mmap) -> Iterator[bytes]:

@@ -11,12 +11,12 @@ from gnmr_megatron.observability.console import short_unit
 from gnmr_megatron.observability.events import CheckpointEvent, DecisionEvent, SelectedUnit
 from gnmr_megatron.observability.heat_map import draw_heat_map
 from gnmr_megatron.observability.risk_matrix import RiskMatrix
+from gnmr_megatron.observability.wandb_run import TABLE
 
 if TYPE_CHECKING:
     import wandb
     from wandb.plot.custom_chart import CustomChart
 
-TABLE = "control/recovery_set"
 COLUMNS: list[str | int] = ["step", "unit", "gnmr", "delta_gnmr", "score", "lock", "reason"]
 REPORT = "report.html"
 NUM_BARS = 12
@@ -32,38 +32,38 @@ class RecoveryTable:
 
         self._table = wandb.Table(columns=COLUMNS, log_mode="INCREMENTAL")
         self._rows: list[tuple[int, SelectedUnit]] = []
+        self._is_due = False
 
     def add(self, event: DecisionEvent) -> None:
         """Keep the units of a decision for the next part."""
         self._rows += [(event.step, unit) for unit in event.selected]
 
     def new_part(self) -> dict[str, wandb.Table]:
-        """What to log: the rows since the last call, or nothing where there are none."""
-        if not self._rows:
-            return {}
+        """What to log: the rows since the last part that was sent, or nothing where there are none."""
+        self._is_due = self._is_due or bool(self._rows)
         for step, unit in self._rows:
             row = (unit.gnmr, unit.delta_gnmr, unit.score, unit.lock, unit.reason)
             self._table.add_data(step, unit.unit, *row)
         self._rows = []
-        return {TABLE: self._table}
+        return {TABLE: self._table} if self._is_due else {}
+
+    def sent(self) -> None:
+        """The last part was taken; until then it is part of the next one."""
+        self._is_due = False
 
 
-def heat_map(matrix: RiskMatrix) -> wandb.Image:
-    """Units down, steps across."""
+def pictures(matrix: RiskMatrix) -> dict[str, wandb.Image | CustomChart]:
+    """What to log of the last steps: a heat map, and bars of the riskiest and of the recovered units."""
     import wandb
 
-    return wandb.Image(draw_heat_map(matrix), file_type="png")
-
-
-def riskiest_chart(matrix: RiskMatrix) -> CustomChart:
-    """The units of highest GNMR."""
     highest = np.nan_to_num(matrix.gnmr, nan=LONGEST_BAR).max(axis=0).clip(max=LONGEST_BAR)
-    return _bars(matrix, highest, "highest GNMR")
-
-
-def recovered_chart(matrix: RiskMatrix) -> CustomChart:
-    """The units that were most often on the recovery path."""
-    return _bars(matrix, matrix.recovered.sum(axis=0), "steps on the recovery path")
+    return {
+        "control/heat_map": wandb.Image(draw_heat_map(matrix), file_type="png"),
+        "control/riskiest_units": _bars(matrix, highest, "highest GNMR"),
+        "control/recovered_units": _bars(
+            matrix, matrix.recovered.sum(axis=0), "steps on the recovery path"
+        ),
+    }
 
 
 def log_checkpoint(run: wandb.Run, event: CheckpointEvent) -> None:

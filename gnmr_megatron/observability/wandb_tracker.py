@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,19 +24,18 @@ from gnmr_megatron.observability.risk_window import RiskWindow
 from gnmr_megatron.observability.scalars import evaluation_scalars, step_scalars
 from gnmr_megatron.observability.wandb_media import (
     RecoveryTable,
-    heat_map,
     log_checkpoint,
     log_report,
-    recovered_chart,
-    riskiest_chart,
+    pictures,
 )
-from gnmr_megatron.observability.wandb_run import close_run, last_step_in_wandb, open_run
+from gnmr_megatron.observability.wandb_run import Progress, close_run, open_run, progress, say
 
 if TYPE_CHECKING:
     import wandb
 
 MAX_PARTS = 90  # W&B shows the newest 100 parts of a table
 MAX_WINDOW = 900  # steps of a heat map
+SLOW_SECONDS, PAUSE = 2.0, 10.0  # after a table that took longer, the next waits ten times as long
 
 
 class WandbTracker:
@@ -58,7 +58,9 @@ class WandbTracker:
         self._folder, self._config, self._run_config = folder, config, run_config
         self._run: wandb.Run | None = None
         self._interval = config.wandb_table_interval
-        self._step = self._last_sent = 0  # the newest, and the last one that W&B had at the start
+        self._step = 0  # the newest that was logged
+        self._media_after, self._media_failed = 0.0, False
+        self._sent = Progress(step=0, table_step=0)  # at the start
 
     def record(self, event: Event) -> None:
         """Log what belongs on a dashboard."""
@@ -78,7 +80,8 @@ class WandbTracker:
     def close(self) -> None:
         """Send what is left and end the W&B run."""
         if self._run is not None:
-            self._send_interval(self._run)
+            if self._step:
+                self._send_interval(self._run)
             if self._config.wandb_report:
                 log_report(self._run, self._folder)
             close_run(self._run)
@@ -86,35 +89,43 @@ class WandbTracker:
     def _start(self, run: wandb.Run, event: StartEvent) -> None:
         """Take up where W&B is, which after a crash may be before or behind the checkpoint."""
         self._interval = max(self._interval, math.ceil(event.total_steps / MAX_PARTS))
-        last = last_step_in_wandb(run, self._folder)
-        self._last_sent = event.step - 1 if last is None else last
-        if self._last_sent < event.step - 1:
+        before = event.step - 1
+        self._sent = progress(run, self._folder) or Progress(step=before, table_step=before)
+        if min(self._sent.step, self._sent.table_step) < before:
             kinds = (StepEvent.name, DecisionEvent.name, EvaluationEvent.name)
             for missed in EventReader(self._folder / FILE, only=kinds):
                 self._log(run, missed)
 
     def _log(self, run: wandb.Run, event: Event) -> None:
-        if event.step <= self._last_sent:
-            return
-        if isinstance(event, StepEvent):
-            if self._step and self._step % self._interval == 0:
+        if isinstance(event, DecisionEvent) and event.step > self._sent.table_step:
+            self._table.add(event)
+        elif isinstance(event, StepEvent) and event.step > self._sent.step:
+            is_due = self._step > 0 and self._step % self._interval == 0
+            if is_due and time.monotonic() > self._media_after:
                 self._send_interval(run)  # now that the decision of that step is there, too
             self._step = event.step
             run.log({**step_scalars(event), **self._risk.scalars(event.step)}, step=event.step)
-        elif isinstance(event, DecisionEvent):
-            self._table.add(event)
-        elif isinstance(event, EvaluationEvent):
+        elif isinstance(event, EvaluationEvent) and event.step > self._sent.step:
             run.log(evaluation_scalars(event), step=event.step)
 
     def _send_interval(self, run: wandb.Run) -> None:
-        """Log the decisions that are new, and pictures of the last steps: once a step, a second part would hide the first."""
-        if part := self._table.new_part():
-            run.log(part, step=self._step)
-        matrix = self._risk.up_to(self._step, num_steps=min(self._interval, MAX_WINDOW))
-        if matrix is not None:
-            media = {
-                "control/heat_map": heat_map(matrix),
-                "control/riskiest_units": riskiest_chart(matrix),
-                "control/recovered_units": recovered_chart(matrix),
-            }
-            run.log(media, step=self._step)
+        """Log the new decisions, and pictures of the last steps; once a step, as another part would hide the first.
+
+        For these W&B asks its server and may wait for an answer, or fail; the scalars go on.
+        """
+        began = time.monotonic()
+        try:
+            if part := self._table.new_part():
+                run.log(part, step=self._step)
+                self._table.sent()
+            matrix = self._risk.up_to(self._step, num_steps=min(self._interval, MAX_WINDOW))
+            if matrix is not None:
+                run.log(pictures(matrix), step=self._step)
+        except Exception as error:  # noqa: BLE001 - whatever the network did
+            if not self._media_failed:
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+                say(f"W&B did not take the table and pictures of step {self._step} ({why})")
+            self._media_failed = True
+        took = time.monotonic() - began
+        if took > SLOW_SECONDS:
+            self._media_after = time.monotonic() + PAUSE * took
