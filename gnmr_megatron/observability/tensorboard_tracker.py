@@ -79,4 +79,5 @@ def _open(folder: Path, start: StartEvent) -> SummaryWriter:
         logdir=str(folder / FOLDER),
         purge_step=start.step if (folder / FOLDER).exists() else None,
         flush_secs=FLUSH_SECONDS,
+        filename_suffix=f".{start.step:08d}",  # a resume within the second would get the same name
     )

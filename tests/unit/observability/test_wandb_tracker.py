@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -32,13 +33,19 @@ SETTINGS = {
 }
 
 
-def in_a_process(folder, first, last, ending, **settings):
+def in_a_process(folder, first, last, ending, *, environment=None, **settings):
     """A part of a tracked run; says nothing unless W&B gives it a reason to."""
     arguments = [f"{key}={json.dumps(value)}" for key, value in {**SETTINGS, **settings}.items()]
     script = "tests.unit.observability.tracked_run"
     command = [sys.executable, "-m", script, folder, str(first), str(last), ending, *arguments]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
 
 

@@ -1,8 +1,8 @@
 """A run of two units as the recorder writes it, for tests of trackers; its numbers are functions of the step.
 
 python -m ... FOLDER FIRST LAST HOW [SETTING=JSON ...] takes steps FIRST to LAST in a process of its own, which ends
-with a finish event, by an `error` without one, or by a `kill`. With cut=[PID, FILE] it kills
-that process halfway, once the file has been written.
+with a finish event, by an `error` without one, or by a `kill`. With
+cut=[PID, FILE] it kills that process halfway, once the file has been written.
 """
 
 import json
@@ -121,7 +121,8 @@ def track(folder, first, last, *, how="finish", cut=None, **settings):
 
 
 if __name__ == "__main__":
-    wandb_run.INIT_SECONDS, wandb_run.FINISH_SECONDS = 3.0, 3.0
+    wandb_run.FINISH_SECONDS = 2.0
     given = {key: json.loads(value) for key, value in (item.split("=") for item in sys.argv[5:])}
+    wandb_run.INIT_SECONDS = given.pop("init_seconds", 60.0)
     place, begin, stop, ending = sys.argv[1:5]
     track(Path(place), int(begin), int(stop), how=ending, **given)
