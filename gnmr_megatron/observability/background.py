@@ -18,10 +18,11 @@ class BackgroundTracker:
     Args:
         tracker: used on the thread only.
         close_seconds: how long `close` waits for what is left.
+        advice: what a user may do about it where that isn't long enough.
     """
 
-    def __init__(self, tracker: Tracker, *, close_seconds: float) -> None:
-        self._tracker, self._close_seconds = tracker, close_seconds
+    def __init__(self, tracker: Tracker, *, close_seconds: float, advice: str) -> None:
+        self._tracker, self._close_seconds, self._advice = tracker, close_seconds, advice
         self._events: SimpleQueue[Event | None] = SimpleQueue()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
@@ -31,7 +32,7 @@ class BackgroundTracker:
         """Hand over an event.
 
         Raises:
-            Exception: what the tracker raised for an earlier one.
+            RuntimeError: names what the tracker raised for an earlier one.
         """
         self._raise_error()
         self._events.put(event)
@@ -40,14 +41,17 @@ class BackgroundTracker:
         """Wait until all is shown.
 
         Raises:
-            Exception: what the tracker raised.
+            RuntimeError: names what the tracker raised.
             TimeoutError: it takes too long; it is left behind.
         """
         self._events.put(None)
         self._thread.join(self._close_seconds)
         self._raise_error()
         if self._thread.is_alive():
-            raise TimeoutError(f"not done {self._close_seconds:.0f} s after the end")
+            name = type(self._tracker).__name__
+            raise TimeoutError(
+                f"{name} isn't done {self._close_seconds:.0f} s after the end; {self._advice}"
+            )
 
     def _work(self) -> None:
         try:
@@ -58,5 +62,6 @@ class BackgroundTracker:
             self._error = error
 
     def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if (error := self._error) is not None:
+            what = f"{type(self._tracker).__name__} raised {type(error).__name__}: {error}"
+            raise RuntimeError(what) from error

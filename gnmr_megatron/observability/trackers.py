@@ -81,7 +81,8 @@ def _wandb(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) 
     tracker = WandbTracker(folder, config, run_config=run_config)
     if config.wandb_mode == "offline":
         return tracker
-    return BackgroundTracker(tracker, close_seconds=CLOSE_SECONDS)  # a lost network stops nobody
+    advice = f"to send the rest: wandb sync --include-online {folder}/wandb/run-*"
+    return BackgroundTracker(tracker, close_seconds=CLOSE_SECONDS, advice=advice)
 
 
 def _tensorboard(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> Tracker:

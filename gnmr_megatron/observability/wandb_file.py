@@ -10,6 +10,7 @@ import mmap
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 BLOCK = 32768
 FILE_HEADER = 7
@@ -23,25 +24,31 @@ def logged_steps(path: Path, key: str) -> tuple[int, list[int]]:
     Returns:
         The highest, 0 where it has none; and those with a value of `key`.
     """
+    last = 0
+    with_key: list[int] = []
+    for row in logged_rows(path):
+        last = max(last, row.step.num)
+        if any(key in (item.key, *item.nested_key) for item in row.item):
+            with_key.append(row.step.num)
+    return last, with_key
+
+
+def logged_rows(path: Path) -> Iterator[Any]:
+    """What was logged, in order: W&B's own messages, each with its step and items of key and JSON text."""
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # it has no stubs
     from wandb.proto import wandb_internal_pb2
 
-    last = 0
-    with_key: list[int] = []
     if path.stat().st_size <= FILE_HEADER:
-        return last, with_key
+        return
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for content in _records(data):
             record = wandb_internal_pb2.Record()  # type: ignore[attr-defined]  # made at run time
             try:
                 record.ParseFromString(content)
             except DecodeError:
-                break
+                return
             if record.WhichOneof("record_type") == "history":
-                last = max(last, record.history.step.num)
-                if any(key in (item.key, *item.nested_key) for item in record.history.item):
-                    with_key.append(record.history.step.num)
-    return last, with_key
+                yield record.history
 
 
 def _records(data: mmap.mmap) -> Iterator[bytes]:

@@ -20,7 +20,7 @@ TABLE = "control/recovery_set"
 RUN_ID = "wandb_run_id"
 INIT_SECONDS = 30.0
 FINISH_SECONDS = 60.0  # without a network W&B would wait for ever; `wandb sync` sends the rest
-CLOSE_SECONDS = 150.0  # all of the end: a last table may wait 30 s for an answer, too
+CLOSE_SECONDS = 150.0  # all of the end: each last table may wait 20 s for an answer, too
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 MAX_PARTS = 90  # W&B shows the newest 100 parts of a table
 MAX_WINDOW = 900  # steps of a heat map
-SLOW_SECONDS, PAUSE = 2.0, 10.0  # after a table that took longer, the next waits ten times as long
+SLOW_SECONDS, PAUSE = 5.0, 10.0
 
 
 class WandbTracker:
@@ -111,7 +111,8 @@ class WandbTracker:
     def _send_interval(self, run: wandb.Run) -> None:
         """Log the new decisions, and pictures of the last steps; once a step, as another part would hide the first.
 
-        For these W&B asks its server and may wait for an answer, or fail; the scalars go on.
+        For a table W&B asks its server, which takes 20 s without a network, or fails. Then pictures are left out, and
+        intervals that end sooner than ten times that; the scalars go on.
         """
         began = time.monotonic()
         try:
@@ -119,7 +120,7 @@ class WandbTracker:
                 run.log(part, step=self._step)
                 self._table.sent()
             matrix = self._risk.up_to(self._step, num_steps=min(self._interval, MAX_WINDOW))
-            if matrix is not None:
+            if matrix is not None and time.monotonic() - began < SLOW_SECONDS:
                 run.log(pictures(matrix), step=self._step)
         except Exception as error:  # noqa: BLE001 - whatever the network did
             if not self._media_failed:

@@ -102,7 +102,14 @@ def test_it_is_told_in_a_line_each_with_the_command_that_sends_the_rest(story):
     assert len(media) <= 1
     assert last.startswith("W&B did not take everything within 2 s of the end")
     assert last.endswith(f"wandb sync --include-online {part}")
-    assert KEY not in "".join(result.stderr for result in results)
+
+
+def test_the_key_is_nowhere_in_what_is_said_or_written(story):
+    results, *_, part = story
+    assert KEY not in "".join(result.stderr + result.stdout for result in results)
+    files = [path for path in part.parents[1].rglob("*") if path.is_file()]
+    assert {".wandb", ".jsonl", ".bin", ".log"} <= {path.suffix for path in files}
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
 def test_a_resumed_run_is_one_run_on_the_server_and_each_step_is_there_once(story):
