@@ -46,7 +46,7 @@ class TrackingConfig:
     """Log each checkpoint as a W&B artifact that says where it lies; its files are not uploaded."""
 
     wandb_report: bool = False
-    """Write report.html into the run folder at the end, and upload it as a W&B artifact."""
+    """Upload the run's HTML report as a W&B artifact at the end."""
 
     tensorboard: bool = False
     """Write TensorBoard files into the run folder, with the scalars of W&B under the same names."""

@@ -14,11 +14,11 @@ from gnmr_megatron.observability.risk_matrix import RiskMatrix
 from gnmr_megatron.observability.wandb_run import TABLE
 
 if TYPE_CHECKING:
-    import wandb
     from wandb.plot.custom_chart import CustomChart
 
+    import wandb
+
 COLUMNS: list[str | int] = ["step", "unit", "gnmr", "delta_gnmr", "score", "lock", "reason"]
-REPORT = "report.html"
 NUM_BARS = 12
 LONGEST_BAR = 1000.0  # a GNMR beyond it, or one that is no number, is drawn as this
 MAX_FILES = 10_000_000  # of a checkpoint; W&B's own limit is too low for thousands of ranks
@@ -80,14 +80,13 @@ def log_checkpoint(run: wandb.Run, event: CheckpointEvent) -> None:
     run.log_artifact(artifact, aliases=["latest", f"step-{event.step}"])
 
 
-def log_report(run: wandb.Run, folder: Path) -> None:
-    """Upload the report of a run folder that has one."""
+def log_report(run: wandb.Run, report: Path) -> None:
+    """Upload a report; W&B takes a copy of the file at once."""
     import wandb
 
-    if (folder / REPORT).is_file():
-        artifact = wandb.Artifact(f"report-{run.id}", type="report")
-        artifact.add_file(str(folder / REPORT))
-        run.log_artifact(artifact)
+    artifact = wandb.Artifact(f"report-{run.id}", type="report")
+    artifact.add_file(str(report))
+    run.log_artifact(artifact)
 
 
 def _bars(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,9 @@ from gnmr_megatron.observability.wandb_run import Progress, close_run, open_run,
 
 if TYPE_CHECKING:
     import wandb
+    from gnmr_megatron.observability.trackers import ReportWriter
 
+REPORT = "report.html"
 MAX_PARTS = 90  # W&B shows the newest 100 parts of a table
 MAX_WINDOW = 900  # steps of a heat map
 SLOW_SECONDS, PAUSE = 5.0, 10.0
@@ -50,11 +53,18 @@ class WandbTracker:
         folder: run folder; W&B's files go to its `wandb` folder.
         config: W&B settings.
         run_config: all settings of the run, shown as the W&B config.
+        write_report: writes the report that is uploaded at the end; None for none.
     """
 
     def __init__(
-        self, folder: Path, config: TrackingConfig, *, run_config: Mapping[str, Any]
+        self,
+        folder: Path,
+        config: TrackingConfig,
+        *,
+        run_config: Mapping[str, Any],
+        write_report: ReportWriter | None = None,
     ) -> None:
+        self._write_report = write_report
         self._folder, self._config, self._run_config = folder, config, run_config
         self._run: wandb.Run | None = None
         self._interval = config.wandb_table_interval
@@ -82,8 +92,8 @@ class WandbTracker:
         if self._run is not None:
             if self._step:
                 self._send_interval(self._run)
-            if self._config.wandb_report:
-                log_report(self._run, self._folder)
+            if self._write_report is not None:
+                self._send_report(self._run, self._write_report)
             close_run(self._run)
 
     def _start(self, run: wandb.Run, event: StartEvent) -> None:
@@ -107,6 +117,14 @@ class WandbTracker:
             run.log({**step_scalars(event), **self._risk.scalars(event.step)}, step=event.step)
         elif isinstance(event, EvaluationEvent) and event.step > self._sent.step:
             run.log(evaluation_scalars(event), step=event.step)
+
+    def _send_report(self, run: wandb.Run, write_report: ReportWriter) -> None:
+        """Upload the report; where it cannot be, the rest of the end goes on."""
+        with tempfile.TemporaryDirectory() as place:
+            try:
+                log_report(run, write_report([self._folder], Path(place) / REPORT))
+            except Exception as error:  # noqa: BLE001 - of the report, or of the network
+                say(f"W&B gets no report of the run ({type(error).__name__}: {error})")
 
     def _send_interval(self, run: wandb.Run) -> None:
         """Log the new decisions, and pictures of the last steps; once a step, as another part would hide the first.

@@ -70,7 +70,7 @@ def test_settings_choose_the_trackers(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError("disk is full\nreally")
 
-    def mine(folder, config, run_config):
+    def mine(folder, config, run_config, write_report):
         made.update(folder=folder, run_config=run_config)
         return NullTracker()
 

@@ -47,15 +47,8 @@ class Server:
 
 
 def online(server, folder, first, last, **settings):
-    return in_a_process(
-        folder,
-        first,
-        last,
-        "error",
-        environment=server.environment,
-        wandb_mode="online",
-        **settings,
-    )
+    settings |= {"wandb_mode": "online", "wandb_table_interval": 100}
+    return in_a_process(folder, first, last, "error", environment=server.environment, **settings)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -54,7 +55,6 @@ def processes(tmp_path_factory):
     """Steps 1 to 60 until it is killed; 56 to 65 from a checkpoint, until an error; 64 to 70."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     results = [in_a_process(folder, 1, 60, "kill"), in_a_process(folder, 56, 65, "error")]
-    (folder / "report.html").write_text("<html></html>")
     results.append(in_a_process(folder, 64, LAST, "finish"))
     return folder, results
 
@@ -171,6 +171,8 @@ def test_checkpoints_are_artifacts_that_say_where_they_lie_and_the_report_is_one
     (report,) = artifacts["report"].manifest.contents
     assert report.path == "report.html"
     assert not report.ref
+    count = len((processes[0] / "events.jsonl").read_text().splitlines())
+    assert Path(report.local_path).read_text() == f"<html>[{count}]</html>"
 
 
 def test_configuration_tags_and_name_are_those_of_one_run(processes, runs):
