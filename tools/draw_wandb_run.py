@@ -15,7 +15,7 @@ import plotly.graph_objects as go
 from playwright.sync_api import sync_playwright
 from plotly.offline import get_plotlyjs
 
-from gnmr_megatron.observability.wandb_file import logged_rows
+from gnmr_megatron.observability.dashboards.wandb_file import logged_rows
 
 LINES = [
     ("Loss", ["train/loss", "eval/loss"]),

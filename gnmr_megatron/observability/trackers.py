@@ -87,9 +87,9 @@ def _wandb(
     run_config: Mapping[str, Any],
     write_report: ReportWriter | None,
 ) -> Tracker:
-    from gnmr_megatron.observability.background import BackgroundTracker
-    from gnmr_megatron.observability.wandb_run import CLOSE_SECONDS
-    from gnmr_megatron.observability.wandb_tracker import WandbTracker
+    from gnmr_megatron.observability.dashboards.background import BackgroundTracker
+    from gnmr_megatron.observability.dashboards.wandb_run import CLOSE_SECONDS
+    from gnmr_megatron.observability.dashboards.wandb_tracker import WandbTracker
 
     if config.wandb_mode == "disabled":
         return NullTracker()
@@ -111,7 +111,7 @@ def _tensorboard(
     run_config: Mapping[str, Any],
     write_report: ReportWriter | None,
 ) -> Tracker:
-    from gnmr_megatron.observability.tensorboard_tracker import TensorBoardTracker
+    from gnmr_megatron.observability.dashboards.tensorboard_tracker import TensorBoardTracker
 
     return TensorBoardTracker(folder, config) if config.tensorboard else NullTracker()
 

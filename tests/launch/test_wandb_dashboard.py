@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
+from gnmr_megatron.observability.dashboards.scalars import evaluation_scalars, step_scalars
 from gnmr_megatron.observability.events import EvaluationEvent
-from gnmr_megatron.observability.scalars import evaluation_scalars, step_scalars
 from tests.conftest import ROOT
 from tests.unit.observability.test_events import step_event
 

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from gnmr_megatron.observability.background import BackgroundTracker
+from gnmr_megatron.observability.dashboards.background import BackgroundTracker
 from tests.unit.observability.test_events import step_event
 
 

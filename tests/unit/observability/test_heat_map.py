@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from gnmr_megatron.observability.heat_map import (
+from gnmr_megatron.observability.dashboards.heat_map import (
     HEIGHT,
     MARGIN,
     TITLE,

@@ -6,7 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gnmr_megatron.observability.config import TrackingConfig
-from gnmr_megatron.observability.scalars import step_scalars
+from gnmr_megatron.observability.dashboards.scalars import step_scalars
 from gnmr_megatron.observability.trackers import make_trackers
 from tests.unit.observability.test_events import step_event
 from tests.unit.observability.tracked_run import UNITS, gnmr, loss, track

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from gnmr_megatron.observability.config import TrackingConfig
+from gnmr_megatron.observability.dashboards.wandb_tracker import WandbTracker
 from gnmr_megatron.observability.trackers import TrackerGroup
-from gnmr_megatron.observability.wandb_tracker import WandbTracker
 from tests.conftest import ROOT
 from tests.references.wandb_file import read_records
 from tests.unit.observability.test_events import start_event, step_event

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from gnmr_megatron.control.units import Unit, UnitTable
-from gnmr_megatron.observability import wandb_run
 from gnmr_megatron.observability.config import TrackingConfig
+from gnmr_megatron.observability.dashboards import wandb_run
 from gnmr_megatron.observability.event_log import EventLog
 from gnmr_megatron.observability.events import (
     CheckpointEvent,

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gnmr_megatron.observability.console import short_unit
+from gnmr_megatron.observability.dashboards.heat_map import draw_heat_map
+from gnmr_megatron.observability.dashboards.wandb_run import TABLE
 from gnmr_megatron.observability.events import CheckpointEvent, DecisionEvent, SelectedUnit
-from gnmr_megatron.observability.heat_map import draw_heat_map
 from gnmr_megatron.observability.risk_matrix import RiskMatrix
-from gnmr_megatron.observability.wandb_run import TABLE
 
 if TYPE_CHECKING:
     from wandb.plot.custom_chart import CustomChart

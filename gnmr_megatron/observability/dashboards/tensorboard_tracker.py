@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gnmr_megatron.observability.config import TrackingConfig
+from gnmr_megatron.observability.dashboards.risk_window import RiskWindow
+from gnmr_megatron.observability.dashboards.scalars import evaluation_scalars, step_scalars
 from gnmr_megatron.observability.events import EvaluationEvent, Event, StartEvent, StepEvent
-from gnmr_megatron.observability.risk_window import RiskWindow
-from gnmr_megatron.observability.scalars import evaluation_scalars, step_scalars
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter  # type: ignore[import-untyped]  # it has no types

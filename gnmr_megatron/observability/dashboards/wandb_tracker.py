@@ -10,6 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gnmr_megatron.observability.config import TrackingConfig
+from gnmr_megatron.observability.dashboards.risk_window import RiskWindow
+from gnmr_megatron.observability.dashboards.scalars import evaluation_scalars, step_scalars
+from gnmr_megatron.observability.dashboards.wandb_media import (
+    RecoveryTable,
+    log_checkpoint,
+    log_report,
+    pictures,
+)
+from gnmr_megatron.observability.dashboards.wandb_run import (
+    Progress,
+    close_run,
+    open_run,
+    progress,
+    say,
+)
 from gnmr_megatron.observability.event_log import FILE
 from gnmr_megatron.observability.events import (
     CheckpointEvent,
@@ -21,15 +36,6 @@ from gnmr_megatron.observability.events import (
     StartEvent,
     StepEvent,
 )
-from gnmr_megatron.observability.risk_window import RiskWindow
-from gnmr_megatron.observability.scalars import evaluation_scalars, step_scalars
-from gnmr_megatron.observability.wandb_media import (
-    RecoveryTable,
-    log_checkpoint,
-    log_report,
-    pictures,
-)
-from gnmr_megatron.observability.wandb_run import Progress, close_run, open_run, progress, say
 
 if TYPE_CHECKING:
     import wandb

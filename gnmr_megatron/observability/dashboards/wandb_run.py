@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from gnmr_megatron.observability.append_file import replace_file
 from gnmr_megatron.observability.config import TrackingConfig
-from gnmr_megatron.observability.wandb_file import logged_steps
+from gnmr_megatron.observability.dashboards.wandb_file import logged_steps
 
 if TYPE_CHECKING:
     import wandb
