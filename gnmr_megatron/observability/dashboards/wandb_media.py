@@ -14,9 +14,8 @@ from gnmr_megatron.observability.events import CheckpointEvent, DecisionEvent, S
 from gnmr_megatron.observability.risk_matrix import RiskMatrix
 
 if TYPE_CHECKING:
-    from wandb.plot.custom_chart import CustomChart
-
     import wandb
+    from wandb.plot.custom_chart import CustomChart
 
 COLUMNS: list[str | int] = ["step", "unit", "gnmr", "delta_gnmr", "score", "lock", "reason"]
 NUM_BARS = 12

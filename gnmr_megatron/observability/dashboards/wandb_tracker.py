@@ -39,6 +39,7 @@ from gnmr_megatron.observability.events import (
 
 if TYPE_CHECKING:
     import wandb
+
     from gnmr_megatron.observability.trackers import ReportWriter
 
 REPORT = "report.html"

@@ -77,6 +77,7 @@ def story(tmp_path_factory):
         command = ["wandb", "sync", "--include-online", part]
         subprocess.run(
             [sys.executable, "-m", *command],
+            cwd=place,
             env={**os.environ, **server.environment},
             capture_output=True,
             timeout=60,
