@@ -10,7 +10,7 @@ from gnmr_megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
-    """Console and Weights & Biases; the run folder is always written.
+    """Console, Weights & Biases and TensorBoard; the run folder is always written.
 
     Raises:
         ConfigError: a value is out of range; the message names the key.
@@ -39,9 +39,23 @@ class TrackingConfig:
     """W&B tags of the run."""
 
     wandb_table_interval: int = 100
-    """Send the table of recovery decisions every so many steps, and at the end.
+    """Send the table of recovery decisions, the heat map and the bar charts every so many steps, and at the end.
 
-    Long runs send it less often: W&B shows the newest 100 parts of a table."""
+    Long runs send them less often: W&B shows the newest 100 parts of a table."""
+
+    wandb_checkpoints: bool = False
+    """Log each checkpoint as a W&B artifact that says where it lies; its files are not uploaded."""
+
+    wandb_report: bool = False
+    """Upload the run's HTML report as a W&B artifact at the end."""
+
+    tensorboard: bool = False
+    """Write TensorBoard files into the run folder, with the scalars of W&B under the same names."""
+
+    unit_metrics: list[str] = field(default_factory=list)
+    """Globs of units whose GNMR and delta-GNMR W&B and TensorBoard get at each step, as gnmr/UNIT and delta_gnmr/UNIT.
+
+    For all units: `["*"]`."""
 
     def __post_init__(self) -> None:
         for key in ("log_interval", "wandb_table_interval"):

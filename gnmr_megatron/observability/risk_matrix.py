@@ -153,46 +153,65 @@ class RiskMatrix:
         return found
 
 
-def read_risk_matrix(folder: Path, *, units: UnitTable | None = None) -> RiskMatrix:
-    """Read the matrix of a run folder, also while it is being written; half a record at its end is left out.
+class RiskMatrixReader:
+    """Reads the matrix of a run folder, also while it is being written; half a record at its end is left out.
 
     Args:
         folder: run folder.
         units: where given, the matrix must be of these units.
 
+    Attributes:
+        units: ids in the order of the columns.
+
     Raises:
         DataError: there is none, or it is of another version or of other units.
     """
-    try:
-        description = json.loads((folder / UNITS).read_text())
-        size = (folder / MATRIX).stat().st_size
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{folder}: holds no risk matrix ({error}); runs with gnmr.mode: disabled have none"
-        ) from error
-    schema = description.get("schema_version")
-    if schema != SCHEMA_VERSION:
-        raise DataError(f"{folder / UNITS}: has schema {schema}, not {SCHEMA_VERSION}")
-    try:
-        ids = tuple(unit["id"] for unit in description["units"])
-        fingerprint = description["fingerprint"]
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{folder / UNITS}: is damaged: {error} is missing") from error
-    if units is not None and fingerprint != units.fingerprint:
-        raise DataError(f"{folder / MATRIX}: {_difference(ids, units.ids)}; use another run folder")
-    dtype = risk_matrix_dtype(len(ids))
-    records = np.fromfile(folder / MATRIX, dtype, count=size // dtype.itemsize)
-    return RiskMatrix(
-        units=ids,
-        steps=records["step"],
-        updated=records["updated"].astype(np.bool_),
-        global_norm=records["global_norm"],
-        norms=records["norm"],
-        gnmr=records["gnmr"],
-        delta_gnmr=records["delta_gnmr"],
-        recovered=(records["flags"] & RECOVERED) > 0,
-        selected=(records["flags"] & SELECTED) > 0,
-    )
+
+    def __init__(self, folder: Path, *, units: UnitTable | None = None) -> None:
+        self._path = folder / MATRIX
+        try:
+            description = json.loads((folder / UNITS).read_text())
+            self._path.stat()
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{folder}: holds no risk matrix ({error}); runs with gnmr.mode: disabled have none"
+            ) from error
+        schema = description.get("schema_version")
+        if schema != SCHEMA_VERSION:
+            raise DataError(f"{folder / UNITS}: has schema {schema}, not {SCHEMA_VERSION}")
+        try:
+            self.units = tuple(unit["id"] for unit in description["units"])
+            fingerprint = description["fingerprint"]
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{folder / UNITS}: is damaged: {error} is missing") from error
+        if units is not None and fingerprint != units.fingerprint:
+            raise DataError(
+                f"{self._path}: {_difference(self.units, units.ids)}; use another run folder"
+            )
+        self._dtype = risk_matrix_dtype(len(self.units))
+
+    def read(self, *, newest: int | None = None, behind: int = 0) -> RiskMatrix:
+        """All records, or the newest so many, after the last `behind` are left out."""
+        size = self._dtype.itemsize
+        count = max(self._path.stat().st_size // size - behind, 0)
+        skipped = 0 if newest is None else max(count - newest, 0)
+        records = np.fromfile(self._path, self._dtype, count=count - skipped, offset=skipped * size)
+        return RiskMatrix(
+            units=self.units,
+            steps=records["step"],
+            updated=records["updated"].astype(np.bool_),
+            global_norm=records["global_norm"],
+            norms=records["norm"],
+            gnmr=records["gnmr"],
+            delta_gnmr=records["delta_gnmr"],
+            recovered=(records["flags"] & RECOVERED) > 0,
+            selected=(records["flags"] & SELECTED) > 0,
+        )
+
+
+def read_risk_matrix(folder: Path, *, units: UnitTable | None = None) -> RiskMatrix:
+    """The whole matrix, as `RiskMatrixReader` reads it."""
+    return RiskMatrixReader(folder, units=units).read()
 
 
 def _difference(saved: tuple[str, ...], given: tuple[str, ...]) -> str:

@@ -24,7 +24,7 @@ from gnmr_megatron.observability.events import (
 )
 from gnmr_megatron.observability.risk_matrix import MATRIX, UNITS
 
-FILES = ("config.yaml", FILE, SUPERSEDED, MATRIX, UNITS, "checkpoints", "wandb")
+FILES = ("config.yaml", FILE, SUPERSEDED, MATRIX, UNITS, "checkpoints", "wandb", "tensorboard")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,11 +59,21 @@ class TrackerGroup:
         _warn(type(tracker).__name__, error)
 
 
-TrackerFactory = Callable[[Path, TrackingConfig, Mapping[str, Any]], Tracker]
-"""Makes a tracker out of the run folder, the settings and all settings of the run; a NullTracker where it is off."""
+ReportWriter = Callable[[Sequence[Path], Path], Path]
+"""Writes the report of run folders into a file outside them, and returns its path."""
+
+TrackerFactory = Callable[[Path, TrackingConfig, Mapping[str, Any], ReportWriter | None], Tracker]
+"""Makes a tracker out of the run folder, the settings, all settings of the run and what writes its report.
+
+It is a NullTracker where the tracker is off."""
 
 
-def _console(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> Tracker:
+def _console(
+    folder: Path,
+    config: TrackingConfig,
+    run_config: Mapping[str, Any],
+    write_report: ReportWriter | None,
+) -> Tracker:
     from gnmr_megatron.observability.console import ConsoleTracker, JsonTracker
     from gnmr_megatron.observability.live.tracker import LiveTracker, can_draw
 
@@ -76,25 +86,67 @@ def _console(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]
     return ConsoleTracker(log_interval=config.log_interval)
 
 
-def _wandb(folder: Path, config: TrackingConfig, run_config: Mapping[str, Any]) -> Tracker:
-    from gnmr_megatron.observability.wandb_tracker import WandbTracker
+def _wandb(
+    folder: Path,
+    config: TrackingConfig,
+    run_config: Mapping[str, Any],
+    write_report: ReportWriter | None,
+) -> Tracker:
+    from gnmr_megatron.observability.dashboards.background import BackgroundTracker
+    from gnmr_megatron.observability.dashboards.wandb_run import CLOSE_SECONDS
+    from gnmr_megatron.observability.dashboards.wandb_tracker import WandbTracker
 
     if config.wandb_mode == "disabled":
         return NullTracker()
-    return WandbTracker(folder, config, run_config=run_config)
+    tracker = WandbTracker(
+        folder,
+        config,
+        run_config=run_config,
+        write_report=write_report if config.wandb_report else None,
+    )
+    if config.wandb_mode == "offline":
+        return tracker
+    advice = f"to send the rest: wandb sync --include-online {folder}/wandb/run-*"
+    return BackgroundTracker(tracker, close_seconds=CLOSE_SECONDS, advice=advice)
 
 
-TRACKERS: dict[str, TrackerFactory] = {"console": _console, "wandb": _wandb}
+def _tensorboard(
+    folder: Path,
+    config: TrackingConfig,
+    run_config: Mapping[str, Any],
+    write_report: ReportWriter | None,
+) -> Tracker:
+    from gnmr_megatron.observability.dashboards.tensorboard_tracker import TensorBoardTracker
+
+    return TensorBoardTracker(folder, config) if config.tensorboard else NullTracker()
+
+
+TRACKERS: dict[str, TrackerFactory] = {
+    "console": _console,
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
+}
 
 
 def make_trackers(
-    folder: Path, config: TrackingConfig, *, run_config: Mapping[str, Any]
+    folder: Path,
+    config: TrackingConfig,
+    *,
+    run_config: Mapping[str, Any],
+    write_report: ReportWriter | None = None,
 ) -> TrackerGroup:
-    """All trackers of TRACKERS as the settings want them; one that cannot be made is left out with one line."""
+    """All trackers of TRACKERS as the settings want them; one that cannot be made is left out with one line.
+
+    Args:
+        folder: run folder.
+        config: which trackers are on.
+        run_config: all settings of the run.
+        write_report: writes the run's report, for trackers that show it.
+    """
     trackers: list[Tracker] = []
     for name, factory in TRACKERS.items():
         try:
-            trackers.append(factory(folder, config, run_config))
+            trackers.append(factory(folder, config, run_config, write_report))
         except Exception as error:  # noqa: BLE001 - as in TrackerGroup
             _warn(f"tracker {name}", error)
     return TrackerGroup(trackers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -247,9 +248,17 @@ def validate(config: RunConfig, *, world_size: int, vocab_size: int) -> None:
             world_size,
             with_scales=_units_with_scales(config),
         ),
+        *_tracking_problems(config),
     ]
     if problems:
         raise LayoutError("\n".join(problems))
+
+
+def _tracking_problems(config: RunConfig) -> Iterator[str]:
+    ids = [unit.id for unit in model_units(config.model)]
+    for glob in config.tracking.unit_metrics:
+        if not fnmatch.filter(ids, glob):
+            yield f"tracking.unit_metrics: '{glob}' matches no unit; they are like {ids[0]}"
 
 
 def _layout_problems(config: RunConfig, vocab_size: int) -> Iterator[str]:

@@ -203,6 +203,19 @@ class RunRecorder:
         decision, loss = result.decision, result.batch.loss
         self._seconds += seconds
         self._last_loss = loss
+        if self._matrix is not None:  # before the event: trackers read the step's record
+            append = partial(
+                self._matrix.append,
+                step=state.step,
+                updated=result.updated,
+                global_norm=result.norms.global_norm,
+                norms=result.norms.per_unit,
+                gnmr=decision.gnmr,
+                delta_gnmr=decision.delta_gnmr,
+                recovered=recovered,
+                selected=decision.selected,
+            )
+            self._to_disk(state.step, append)
         riskiest = int(np.argmax(decision.score)) if decision.score.size else None
         self._record(
             StepEvent(
@@ -232,19 +245,6 @@ class RunRecorder:
                 message=f"loss {loss:.4f} is above {expected:.4f}, the mean of the last steps and 6 deviations; units "
                 "are those that recover from the next step on",
             )
-        if self._matrix is not None:
-            append = partial(
-                self._matrix.append,
-                step=state.step,
-                updated=result.updated,
-                global_norm=result.norms.global_norm,
-                norms=result.norms.per_unit,
-                gnmr=decision.gnmr,
-                delta_gnmr=decision.delta_gnmr,
-                recovered=recovered,
-                selected=decision.selected,
-            )
-            self._to_disk(state.step, append)
 
     def evaluation(self, step: int, result: HeldOutLoss) -> None:
         """Write the held-out loss."""

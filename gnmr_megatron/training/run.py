@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from gnmr_megatron.distributed.process_groups import stop_process_groups
 from gnmr_megatron.observability.summary import RunSummary, as_dict, render, summarize
@@ -27,7 +28,7 @@ class RunReport:
         ]
         if self.summary.finished == "signal":
             suggestions.insert(0, f"gnmr-megatron train --resume {run}")
-        elif "wandb" in self.summary.files:
+        elif any(Path(run).glob("wandb/offline-run-*")):
             suggestions.append(f"wandb sync {run}/wandb/offline-run-*")
         first, *others = suggestions
         return "\n".join(

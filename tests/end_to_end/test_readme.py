@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gnmr_megatron.models.config import LlamaConfig
 from gnmr_megatron.models.precision_plan import plan_units
@@ -21,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 SMALL = [
     "--model.hidden_size=64", "--model.ffn_hidden_size=128", "--precision.group_size=32", "--train.steps=6",
     "--train.global_batch_size=8", "--train.micro_batch_size=2", "--train.eval_samples=8", "--optimizer.warmup_steps=2",
-    "--data.train_samples=1000",
+    "--data.train_samples=1000", "--tracking.tensorboard=true",
 ]  # fmt: skip
 
 
@@ -118,11 +119,14 @@ def test_the_run_folder_holds_what_the_readme_lists(typed, clone):
     events = list(read_events(run / "events.jsonl"))
     assert [event.step for event in events if isinstance(event, StepEvent)] == list(range(1, 9))
     assert read_risk_matrix(run).norms.shape == (8, 32)
+    parts = sorted((run / "wandb").glob("offline-run-*/*.wandb"))  # of one rank, of four processes
     logged = [
-        {json.loads(row["step"]) for row in history(path).values() if "train/loss" in row}
-        for path in sorted((run / "wandb").glob("offline-run-*/*.wandb"))
+        [step for step, row in history(path).items() if "train/loss" in row] for path in parts
     ]
-    assert logged == [{1, 2, 3, 4, 5, 6}, {7, 8}]
+    assert logged == [[1, 2, 3, 4, 5, 6], [7, 8]]
+    assert len({path.name for path in parts}) == 1
+    board = EventAccumulator(str(run / "tensorboard")).Reload()
+    assert [scalar.step for scalar in board.Scalars("train/loss")] == list(range(1, 9))
     for line in (run / "events.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert next(event for event in events if isinstance(event, StartEvent)).world_size == 4

@@ -70,7 +70,7 @@ def test_settings_choose_the_trackers(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError("disk is full\nreally")
 
-    def mine(folder, config, run_config):
+    def mine(folder, config, run_config, write_report):
         made.update(folder=folder, run_config=run_config)
         return NullTracker()
 
@@ -99,9 +99,9 @@ def test_neither_torch_nor_wandb_is_imported_until_it_is_needed():
     code = (
         "import importlib, pkgutil, sys\n"
         "import gnmr_megatron.observability as room\n"
-        "for module in pkgutil.iter_modules(room.__path__, room.__name__ + '.'):\n"
+        "for module in pkgutil.walk_packages(room.__path__, room.__name__ + '.'):\n"
         "    importlib.import_module(module.name)\n"
-        "print(sorted({'torch', 'megatron', 'wandb'} & sys.modules.keys()))\n"
+        "print(sorted({'torch', 'megatron', 'wandb', 'tensorboardX'} & sys.modules.keys()))\n"
     )
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,76 +1,67 @@
-"""Real offline W&B runs in a process of their own, read back record by record."""
+"""Real offline W&B runs in processes of their own, read back record by record."""
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from gnmr_megatron.observability.config import TrackingConfig
-from gnmr_megatron.observability.events import (
-    DecisionEvent,
-    EvaluationEvent,
-    FinishEvent,
-    SelectedUnit,
-)
+from gnmr_megatron.observability.dashboards.wandb_tracker import WandbTracker
 from gnmr_megatron.observability.trackers import TrackerGroup
-from gnmr_megatron.observability.wandb_tracker import WandbTracker
+from tests.conftest import ROOT
 from tests.references.wandb_file import read_records
 from tests.unit.observability.test_events import start_event, step_event
+from tests.unit.observability.tracked_run import CONFIG, UNITS, gnmr, loss
 
-ROOT = Path(__file__).parents[3]
-UNIT = "decoder.layers.3.mlp.linear_fc1"
+LAST = 70
+INTERVAL = 10
+UNIT = UNITS.ids[1]
 COLUMNS = ["step", "unit", "gnmr", "delta_gnmr", "score", "lock", "reason"]
-CONFIG = {"seed": 7, "gnmr": {"alpha": 3.0}}
+SETTINGS = {
+    "wandb_mode": "offline",
+    "wandb_project": "tests",
+    "wandb_tags": ["small"],
+    "wandb_table_interval": INTERVAL,
+    "wandb_checkpoints": True,
+    "wandb_report": True,
+    "unit_metrics": ["*.layers.1.*"],
+}
 
 
-def decision(step):
-    unit = SelectedUnit(
-        unit=UNIT, gnmr=3.5 + step, delta_gnmr=math.inf, score=math.inf, lock=5, reason="risky"
+def in_a_process(folder, first, last, ending, *, environment=None, **settings):
+    """A part of a tracked run; says nothing unless W&B gives it a reason to."""
+    arguments = [f"{key}={json.dumps(value)}" for key, value in {**SETTINGS, **settings}.items()]
+    script = "tests.unit.observability.tracked_run"
+    command = [sys.executable, "-m", script, folder, str(first), str(last), ending, *arguments]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
-    return DecisionEvent(step=step, selected=[unit])
-
-
-def track(folder, steps, *, ends):
-    """Three steps with decisions from the second on; one that does not end stops as a crash in training does."""
-    settings = TrackingConfig(wandb_project="tests", wandb_tags=["small"], wandb_table_interval=2)
-    tracker = WandbTracker(folder, settings, run_config=CONFIG)
-    tracker.record(start_event(steps[0]))
-    for step in steps:
-        tracker.record(step_event(step, loss=10.0 / step, recovered=[UNIT] if step > 2 else []))
-        if step >= 2:
-            tracker.record(decision(step))
-    if ends:
-        last = {"step": steps[-1], "loss": 1.5, "seconds": 1.0, "tokens": 10}
-        tracker.record(EvaluationEvent(perplexity=4.5, **last))
-        tracker.record(FinishEvent(reason="completed", **last))
-    tracker.close()
 
 
 @pytest.fixture(scope="module")
-def process(tmp_path_factory):
-    """Steps 1 to 3, then the same run again from step 3 to 5, as after a checkpoint at step 2."""
+def processes(tmp_path_factory):
+    """Steps 1 to 60 until it is killed; 56 to 65 from a checkpoint, until an error; 64 to 70."""
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    folder.mkdir()
-    code = (
-        "import pathlib, sys, time\n"
-        "from tests.unit.observability.test_wandb_tracker import track\n"
-        "folder = pathlib.Path(sys.argv[1])\n"
-        "track(folder, [1, 2, 3], ends=False)\n"
-        "time.sleep(1)  # W&B names its folders by the second\n"
-        "track(folder, [3, 4, 5], ends=True)\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code, folder], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return folder, result
+    results = [in_a_process(folder, 1, 60, "kill"), in_a_process(folder, 56, 65, "error")]
+    results.append(in_a_process(folder, 64, LAST, "finish"))
+    return folder, results
 
 
 @pytest.fixture(scope="module")
-def runs(process):
-    paths = sorted((process[0] / "wandb").glob("offline-run-*/*.wandb"))
+def runs(processes):
+    paths = sorted((processes[0] / "wandb").glob("offline-run-*/*.wandb"))
     return [(path, list(read_records(path))) for path in paths]
 
 
@@ -86,71 +77,116 @@ def rows_of(records):
     ]
 
 
-def test_nothing_is_said_on_the_console(process):
-    _, result = process
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+@pytest.fixture(scope="module")
+def rows(runs):
+    """Rows of all parts, each with the folder of its files."""
+    return [(row, path.parent / "files") for path, records in runs for row in rows_of(records)]
 
 
-def test_scalars_are_at_their_steps(runs):
-    (_, first), (_, second) = runs
-    for records, expected in ((first, [1, 2, 3]), (second, [3, 4, 5])):
-        steps = [row for row in rows_of(records) if "train/loss" in row]
-        assert [row["step"] for row in steps] == expected
-        for row in steps:
-            step = row["step"]
-            assert row["train/loss"] == pytest.approx(10.0 / step)
-            assert row["control/recovered"] == (1 if step > 2 else 0)
-            assert row["train/tokens"] == 128 * step
-            assert row["train/grad_norm"] == 1.0
-            assert row["perf/tokens_per_second"] == 1000.0
-            assert (row["perf/step_seconds"], row["control/seconds"]) == (0.5, 0.001)
-            assert (row["train/learning_rate"], row["control/riskiest_score"]) == (1e-3, 0.5)
-    (evaluation,) = (row for row in rows_of(second) if "eval/loss" in row)
-    values = [evaluation[key] for key in ("step", "eval/loss", "eval/perplexity")]
-    assert values == [5, 1.5, 4.5]
+def tables(rows, key):
+    for row, files in rows:
+        if f"{key}/path" in row:
+            yield row["_step"], json.loads((files / row[f"{key}/path"]).read_text())
 
 
-def test_every_metric_is_drawn_over_the_training_step(runs):
+def test_nothing_is_said_on_the_console(processes):
+    told = [(result.returncode, result.stdout, result.stderr) for result in processes[1]]
+    assert told == [(-signal.SIGKILL, "", ""), (0, "", ""), (0, "", "")]
+
+
+def test_every_step_is_there_once_and_in_order_whatever_ended_the_parts(runs, rows):
+    kept = len(rows_of(runs[0][1]))
+    assert 0 < kept < 60, "W&B's process lost nothing; take more steps, or leave the filling in out"
+    assert [row["_step"] for row, _ in rows] == list(range(1, LAST + 1))
+
+
+def test_scalars_are_those_of_the_step(rows):
+    for row, _ in rows:
+        step = row["_step"]
+        assert row["train/loss"] == pytest.approx(loss(step))
+        assert row["control/recovered"] == (1 if step > 1 and step % 5 == 1 else 0)
+        assert row["train/tokens"] == 128 * step
+        assert row["train/grad_norm"] == 1.0
+        assert row["perf/tokens_per_second"] == 1000.0
+        assert (row["perf/step_seconds"], row["control/seconds"]) == (0.5, 0.001)
+        assert row["control/percent"] == pytest.approx(0.2)
+        assert (row["train/learning_rate"], row["control/riskiest_score"]) == (1e-3, 0.5)
+    assert (rows[-1][0]["eval/loss"], rows[-1][0]["eval/perplexity"]) == (1.5, 4.5)
+
+
+def test_the_ratios_of_the_chosen_units_are_there_and_of_no_others(rows):
+    for row, _ in rows:
+        ratio = gnmr(row["_step"])[1]
+        assert float(row[f"gnmr/{UNIT}"]) == ratio
+        assert float(row[f"delta_gnmr/{UNIT}"]) == ratio / 2
+        assert f"gnmr/{UNITS.ids[0]}" not in row
+
+
+def test_the_recovery_set_of_each_step_is_a_table(rows):
+    parts = list(tables(rows, "control/recovery_set"))
+    assert all(content["columns"] == COLUMNS for _, content in parts)
+    data = [row for _, content in parts for row in content["data"]]
+    assert [row[0] for row in data] == list(range(5, LAST + 1, 5))
+    for _, unit, ratio, delta, score, lock, reason in data:
+        assert (unit, delta, lock, reason) == (UNIT, 1.5, 5, "risky")
+        assert [float(ratio), float(score)] == [math.inf, math.inf]
+
+
+def test_a_heat_map_comes_with_each_interval_and_with_the_end_of_a_part(rows):
+    key = "control/heat_map/path"
+    steps = {row["_step"]: files / row[key] for row, files in rows if key in row}
+    assert set(range(INTERVAL, LAST + 1, INTERVAL)) | {65} == set(steps)
+    for path in steps.values():
+        with Image.open(path) as image:
+            assert image.format == "PNG"
+
+
+def test_bar_charts_show_the_riskiest_and_the_recovered_units_of_the_interval(runs, rows):
+    riskiest = dict(tables(rows, "control/riskiest_units_table"))
+    recovered = dict(tables(rows, "control/recovered_units_table"))
+    assert set(riskiest) == set(recovered) >= {10, 20, 70}
+    # steps 11 to 20: the first unit at most 1 + 20 / 64, the second infinite at 15 and 20
+    assert riskiest[20]["data"] == [["L1.fc1", 1000.0], ["L0.fc1", 1.3125]]
+    assert recovered[20]["data"] == [["L1.fc1", 2.0]]  # in 11 and 16
+    (config,) = (
+        json.loads(item.value_json)
+        for record in of_kind(runs[-1][1], "config")
+        for item in record.update
+        if list(item.nested_key) == ["_wandb", "visualize", "control/riskiest_units"]
+    )
+    assert config["panel_config"]["panelDefId"] == "wandb/bar/v0"
+    assert config["panel_config"]["fieldSettings"] == {"label": "unit", "value": "highest GNMR"}
+
+
+def test_checkpoints_are_artifacts_that_say_where_they_lie_and_the_report_is_one_with_its_file(
+    processes, runs
+):
+    artifacts = {artifact.type: artifact for artifact in of_kind(runs[-1][1], "artifact")}
+    checkpoint = artifacts["checkpoint"]
+    folder = processes[0] / "checkpoints" / f"step_{LAST:08d}"
+    (entry,) = checkpoint.manifest.contents
+    assert (entry.path, entry.ref) == ("shard.bin", f"{folder.as_uri()}/shard.bin")
+    assert set(checkpoint.aliases) == {"latest", f"step-{LAST}"}
+    assert json.loads(checkpoint.metadata)["step"] == LAST
+    (report,) = artifacts["report"].manifest.contents
+    assert report.path == "report.html"
+    assert not report.ref
+    count = len((processes[0] / "events.jsonl").read_text().splitlines())
+    assert Path(report.local_path).read_text() == f"<html>[{count}]</html>"
+
+
+def test_configuration_tags_and_name_are_those_of_one_run(processes, runs):
     for _, records in runs:
-        metrics = {metric.name or metric.glob_name: metric for metric in of_kind(records, "metric")}
-        assert metrics["*"].step_metric == "step"
-        assert metrics["eval/loss"].step_metric == "step"
-
-
-def test_the_recovery_set_of_each_step_is_a_table_also_where_the_run_does_not_end_well(runs):
-    seen = []
-    for path, records in runs:
-        data = []
-        for part in rows_of(records):
-            if "control/recovery_set/path" in part:
-                content = json.loads(
-                    (path.parent / "files" / part["control/recovery_set/path"]).read_text()
-                )
-                assert content["columns"] == COLUMNS
-                data += content["data"]
-        seen.append(data)
-    assert [[row[0] for row in data] for data in seen] == [[2, 3], [3, 4, 5]]
-    for row in seen[0] + seen[1]:
-        unit, gnmr, delta_gnmr, score, lock, reason = row[1:]
-        assert (unit, gnmr, lock, reason) == (UNIT, 3.5 + row[0], 5, "risky")
-        assert [float(delta_gnmr), float(score)] == [math.inf, math.inf]
-
-
-def test_the_configuration_is_there(runs):
-    (run, *_) = of_kind(runs[0][1], "run")
-    config = {item.key: json.loads(item.value_json) for item in run.config.update}
-    assert {key: config[key] for key in CONFIG} == CONFIG
-
-
-def test_a_resumed_run_is_the_same_run(process, runs):
-    first, second = (of_kind(records, "run")[0] for _, records in runs)
-    assert first.run_id == second.run_id == (process[0] / "wandb_run_id").read_text().strip()
-    assert (second.project, second.display_name, list(second.tags)) == ("tests", "tiny", ["small"])
+        run = of_kind(records, "run")[0]
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert {key: config[key] for key in CONFIG} == CONFIG
+        assert run.run_id == (processes[0] / "wandb_run_id").read_text().strip()
+        assert (run.project, run.display_name, list(run.tags)) == ("tests", "tiny", ["small"])
 
 
 def test_a_wandb_that_cannot_start_does_not_stop_training(tmp_path, capsys, monkeypatch):
     def init(**_):
-        raise RuntimeError("no API key\nsee wandb.ai")
+        raise RuntimeError("no space\nat all")
 
     monkeypatch.setattr("wandb.init", init)
     group = TrackerGroup([WandbTracker(tmp_path, TrackingConfig(), run_config={})])
@@ -158,11 +194,13 @@ def test_a_wandb_that_cannot_start_does_not_stop_training(tmp_path, capsys, monk
         group.record(event)
     group.close()
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("WandbTracker failed and is off from here on (RuntimeError: no API key")
+    assert line.startswith("WandbTracker failed and is off from here on (RuntimeError: no space")
 
 
-class RecordedRun:
+class LoggedRun:
     """In the place of a W&B run."""
+
+    offline, id, dir = True, "none", "nowhere/files"
 
     def __init__(self):
         self.logged, self.summary = [], {}
@@ -170,22 +208,19 @@ class RecordedRun:
     def define_metric(self, *_, **__):
         """Nothing."""
 
-    def log(self, values):
-        self.logged.append(values)
+    def log(self, values, *, step):
+        self.logged.append((step, values))
 
     def finish(self):
         """Nothing."""
 
 
 def test_a_long_run_sends_no_more_table_parts_than_wandb_shows(tmp_path, monkeypatch):
-    run = RecordedRun()
+    from tests.unit.observability.tracked_run import track
+
+    run = LoggedRun()
     monkeypatch.setattr("wandb.init", lambda **_: run)
-    tracker = WandbTracker(tmp_path, TrackingConfig(wandb_table_interval=1), run_config={})
-    tracker.record(start_event(total_steps=1000))
-    for step in range(1, 1001):
-        tracker.record(step_event(step))
-        tracker.record(decision(step))
-    tracker.close()
-    parts = [values["step"] for values in run.logged if "control/recovery_set" in values]
+    track(tmp_path / "long", 1, 1000, how="error", wandb_mode="offline", wandb_table_interval=1)
+    parts = [step for step, values in run.logged if "control/recovery_set" in values]
     assert 80 < len(parts) <= 100
     assert parts[-1] == 1000

@@ -165,6 +165,10 @@ VPP2 = "--parallel.virtual_pipeline_model_parallel_size=2"
             ],
             "precision.group_size: 100 does not divide 256",
         ),
+        (
+            ["--tracking.unit_metrics=['*.linear_fc1', '*.linear_fc3']"],
+            "tracking.unit_metrics: '*.linear_fc3' matches no unit; they are like decoder.layers.0.",
+        ),
     ],
 )
 def test_sections_that_do_not_fit_each_other_are_refused(changes, message):
