@@ -8,7 +8,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +28,8 @@ from gnmr_megatron.data.batches import GivesBatches
 from gnmr_megatron.data.dataset import open_datasets
 from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.distributed import engine_compat
-from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, RiskConsensus
+from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, risk_consensus
 from gnmr_megatron.distributed.layout import ParallelLayout
-from gnmr_megatron.distributed.ownership import owned_gradients
 from gnmr_megatron.distributed.process_groups import (
     own_store,
     start_process_groups,
@@ -47,16 +45,10 @@ from gnmr_megatron.models.llama import (
     transformer_config,
 )
 from gnmr_megatron.models.precision_plan import UnitPlan, plan_units, uses_te
-from gnmr_megatron.models.switchboard import (
-    PathSwitch,
-    Switchboard,
-    linear_switches,
-    recoverable_units,
-)
-from gnmr_megatron.observability.risk_matrix import read_risk_matrix
-from gnmr_megatron.precision.config import PrecisionConfig
-from gnmr_megatron.precision.fusion import fused_kernels_are_used, use_fused_kernels
-from gnmr_megatron.precision.registry import precision_path
+from gnmr_megatron.models.switchboard import Switchboard, recoverable_units
+from gnmr_megatron.models.switches import path_switches
+from gnmr_megatron.observability.risk_matrix import recorded_decisions
+from gnmr_megatron.precision.fusion import fused_kernels_are_used
 from gnmr_megatron.training.checkpoint import Checkpointer
 from gnmr_megatron.training.config import RunConfig, TrainSettings, validate
 from gnmr_megatron.training.evaluation import Evaluation
@@ -110,7 +102,7 @@ def set_up(config: RunConfig) -> Trainer:
     linears = local_linears(chunks, {plan.unit.id for plan in plans})
     controller = _controller(config.gnmr, units)
     switchboard = Switchboard(
-        plans, _switches(config.precision, plans, linears, device), seed=config.seed
+        plans, path_switches(config.precision, plans, linears, device), seed=config.seed
     )
     checkpointer = Checkpointer(
         folder.checkpoints,
@@ -224,20 +216,6 @@ def _engine(config: RunConfig, plans: Sequence[UnitPlan]) -> TransformerConfig:
     return engine
 
 
-def _switches(
-    precision: PrecisionConfig,
-    plans: Sequence[UnitPlan],
-    linears: Mapping[str, torch.nn.Module],
-    device: torch.device,
-) -> Mapping[str, PathSwitch]:
-    if uses_te(plans):
-        return te_adapter.te_switches(plans, linears)
-    fuse = device.type != "cpu" if precision.fuse is None else precision.fuse
-    use_fused_kernels(enabled=fuse, device=device)
-    paths = {name: precision_path(name, precision) for plan in plans for name in plan.paths}
-    return linear_switches(plans, linears, paths)
-
-
 def _one_or_all(functions: list[Any]) -> Any:
     return functions if len(functions) > 1 else functions[0]
 
@@ -265,24 +243,9 @@ def _controller(settings: ControlConfig, units: UnitTable) -> DecidesRecovery:
     if settings.mode == "disabled":
         return DisabledController(units)
     try:
-        return Controller(settings, units, recorded=_recorded(settings))
+        return Controller(settings, units, recorded=recorded_decisions(settings))
     except ValueError as error:
         raise ConfigError(f"gnmr.trace: {settings.trace}: {error}") from error
-
-
-def _recorded(settings: ControlConfig) -> Mapping[int, Sequence[str]] | None:
-    """The unit ids that a recorded run selected after each step; step 0 stands for its first recovery set."""
-    if settings.policy != "replay":
-        return None
-    matrix = read_risk_matrix(Path(settings.trace or ""))
-    ids = np.array(matrix.units)
-    recorded = {
-        int(step): ids[row].tolist()
-        for step, row in zip(matrix.steps, matrix.selected, strict=True)
-    }
-    if len(matrix.steps):
-        recorded[int(matrix.steps[0]) - 1] = ids[matrix.recovered[0]].tolist()
-    return recorded
 
 
 def _norms(
@@ -295,13 +258,7 @@ def _norms(
 ) -> MeasuresNorms:
     if settings.mode == "disabled":
         return EngineNorm(optimizer.engine)
-    slots = {
-        id(linear.weight): units.index(name)
-        for name, linear in linears.items()
-        if name in units.ids
-    }
-    owned = owned_gradients(chunks, optimizer.engine, slots, rest=len(units))
-    return RiskConsensus(owned, len(units), device)
+    return risk_consensus(chunks, optimizer.engine, units, linears, device)
 
 
 def _identity(config: RunConfig, units: UnitTable, tokenizer: str) -> dict[str, Any]:
