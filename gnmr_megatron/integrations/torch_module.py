@@ -180,19 +180,19 @@ def attach(
         )
     linears = _linears(model, units)
     found = [_unit(place, name, linear) for place, (name, linear) in enumerate(linears.items())]
-    switches = None
+    chosen = None
     if precision is not None:
-        chosen = paths_of_units(found, precision)
-        refuse_misfits(found, chosen, precision)
-        paths = {unit.id: paths for unit, paths in zip(found, chosen, strict=True)}
-        device = next(model.parameters()).device
-        switches = UnitSwitches(linears, paths, precision, device)
-        found = [unit for unit in found if not paths[unit.id].is_fixed]
+        chosen = dict(zip(linears, paths_of_units(found, precision), strict=True))
+        refuse_misfits(found, list(chosen.values()), precision)
+        found = [unit for unit in found if not chosen[unit.id].is_fixed]
     elif config.mode == "active":
         raise ConfigError(
             "gnmr.mode: active needs the two paths, PrecisionConfig(low=..., recovery=...); monitor works without"
         )
     table = UnitTable(found)
+    loop, switches = ControlLoop(config, table), None
+    if precision is not None and chosen is not None:  # nothing is refused from here on
+        switches = UnitSwitches(linears, chosen, precision, next(model.parameters()).device)
     record = None
     if folder is not None and (not dist.is_initialized() or dist.get_rank() == 0):
         record = RunRecord(
@@ -207,7 +207,7 @@ def attach(
     return ModuleControl(
         model,
         [linears[name] for name in table.ids],
-        ControlLoop(config, table),
+        loop,
         table,
         paths=switches,
         record=record,
