@@ -6,6 +6,7 @@ Each rank writes what it saw to rank_R.json in the folder of the arguments.
 import json
 import os
 import runpy
+import socket
 import sys
 import warnings
 from pathlib import Path
@@ -178,11 +179,26 @@ def main(folder):
         "trainer": trainer_ddp(folder / "trainer"),
     }
     (folder / f"rank_{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    meet_again(rank)
     os.environ["RUN_FOLDER"] = str(folder / "example")
-    runpy.run_path(
-        str(Path(__file__).parents[2] / "examples/plain_pytorch.py"), run_name="__main__"
-    )
+    example = Path(__file__).parents[2] / "examples/plain_pytorch.py"
+    runpy.run_path(str(example), run_name="__main__")
+
+
+def meet_again(rank):
+    """Leave the group so that another can be joined: torchrun's own store serves only one."""
+    port = torch.zeros(1, dtype=torch.int64)
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port[0] = probe.getsockname()[1]
+    dist.broadcast(port, 0)
+    dist.destroy_process_group()
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port.item()),
+    }
 
 
 if __name__ == "__main__":
