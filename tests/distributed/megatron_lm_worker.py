@@ -4,7 +4,6 @@ import json
 import queue
 import sys
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,13 +36,18 @@ from gnmr_megatron.errors import GnmrError
 from gnmr_megatron.integrations.megatron_lm import LAYER_SPEC, attach
 from gnmr_megatron.models.discovery import local_linears, local_units, unwrap
 from gnmr_megatron.precision.config import PrecisionConfig
-
-SEQUENCE, MICRO_BATCH, MICROBATCHES, CLIP_GRAD = 16, 2, 2, 0.3
-STEPS, ACTIVE_STEPS, SAVED_STEP = 2, 6, 3
-MONITOR = ControlConfig(mode="monitor", check_interval=0)
-ACTIVE = ControlConfig(
-    alpha=1.05, beta=1.05, delta=1, warmup_steps=1, max_recovered=2, lock_steps=1, check_interval=0
+from tests.distributed.megatron_lm_cases import (
+    ACTIVE,
+    ACTIVE_STEPS,
+    CASES,
+    CLIP_GRAD,
+    SAVED_STEP,
+    STEPS,
+    Case,
 )
+
+SEQUENCE, MICRO_BATCH, MICROBATCHES = 16, 2, 2
+MONITOR = ControlConfig(mode="monitor", check_interval=0)
 PATHS = PrecisionConfig(low="saved_int4", recovery="saved_int8", group_size=16)
 
 
@@ -62,28 +66,6 @@ class CountCollectives(TorchDispatchMode):
             self.calls += 1
             self.bytes += sum(t.nbytes for t in tree_leaves(args) if isinstance(t, torch.Tensor))
         return func(*args, **(kwargs or {}))
-
-
-@dataclass(frozen=True)
-class Case:
-    """A layout, a kind of optimizer and a type."""
-
-    tp: int = 1
-    pp: int = 1
-    vpp: int | None = None
-    bf16: bool = False
-    sharded: bool = False
-    chained: bool = False
-    is_bare: bool = False
-
-
-CASES = {
-    "fp32_tp2_pp2": Case(tp=2, pp=2),
-    "bf16_tp2_dp2": Case(tp=2, bf16=True),
-    "bf16_tp2_dp2_bare": Case(tp=2, bf16=True, is_bare=True),
-    "sharded_tp2_dp2": Case(tp=2, bf16=True, sharded=True),
-    "chained_pp2_vpp2_dp2": Case(pp=2, vpp=2, sharded=True, chained=True),
-}
 
 
 def join(layout):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gnmr_megatron.analysis.recorded_run import RecordedRun
-from tests.distributed.megatron_lm_worker import ACTIVE, ACTIVE_STEPS, CASES, CLIP_GRAD, SAVED_STEP
+from tests.distributed.megatron_lm_cases import ACTIVE, ACTIVE_STEPS, CASES, CLIP_GRAD, SAVED_STEP
 
 WORKER = Path(__file__).with_name("megatron_lm_worker.py")
 RANKS, UNITS = 4, 16

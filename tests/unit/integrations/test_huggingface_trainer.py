@@ -52,7 +52,7 @@ def test_norms_are_those_before_clipping_and_decisions_those_of_the_controller(
 
 
 def test_on_exact_paths_the_trainer_trains_as_without_control(tmp_path):
-    plain, controlled = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
+    plain, controlled = (tiny_trainer(tmp_path, max_steps=4) for _ in range(2))
     attach(controlled, GNMR, PrecisionConfig(low="fp32", recovery="fp32"))
     plain.train()
     controlled.train()
