@@ -6,7 +6,7 @@ It takes the place of megatron-core's own norm reduction, so control adds no col
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from gnmr_megatron.control.controller import Decision
 from gnmr_megatron.control.statistics import FloatArray
+from gnmr_megatron.control.units import UnitTable
 from gnmr_megatron.distributed.engine_compat import tensor_norms
-from gnmr_megatron.distributed.ownership import OwnedGradient
+from gnmr_megatron.distributed.ownership import OwnedGradient, owned_by_unit
 from gnmr_megatron.errors import ConsensusError
 from gnmr_megatron.models.input_exchange import all_gather_single
 
@@ -77,6 +78,26 @@ class RiskConsensus:
     def is_finite_here(self) -> bool:
         """See `MeasuresNorms`."""
         return not self._gradients or bool(tensor_norms(self._gradients).isfinite().all())
+
+
+def risk_consensus(
+    chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+    units: UnitTable,
+    linears: Mapping[str, torch.nn.Module],
+    device: torch.device,
+) -> RiskConsensus:
+    """The consensus over the gradients of a model that megatron-core built.
+
+    Args:
+        chunks: DDP-wrapped model chunks of this rank.
+        optimizer: megatron-core optimizer of the chunks.
+        units: of the whole model.
+        linears: projections of this rank by global name; those that are no units count as rest.
+        device: device of the gradients.
+    """
+    owned = owned_by_unit(chunks, optimizer, units, linears)
+    return RiskConsensus(owned, len(units), device)
 
 
 class EngineNorm:

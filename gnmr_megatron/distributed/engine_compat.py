@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -140,6 +141,108 @@ def _fused_package(kernel: Any) -> str | None:
     }.get(package)
 
 
+def replace_norm(optimizer: Any, norm: Callable[[], float]) -> None:
+    """Let `optimizer.step()` take the norm of the model's gradients from `norm`, in place of its own reduction."""
+
+    def clip_grad_norm(max_norm: float) -> float:
+        total_norm = norm()
+        clip_gradients(optimizer, max_norm=max_norm, total_norm=total_norm)
+        return total_norm
+
+    optimizer.get_grad_norm = norm  # what ChainedOptimizer.step calls
+    optimizer.clip_grad_norm = clip_grad_norm  # what the step of all others calls
+
+
+_OPTIMIZERS = (
+    "ChainedOptimizer",
+    "DistributedOptimizer",
+    "FP32Optimizer",
+    "Float16OptimizerWithFloat16Params",
+)
+
+
+def norm_problems(chunks: Sequence[Any], optimizer: Any) -> Iterator[str]:
+    """Why gradient norms cannot be measured in place of the optimizer's own, and what would do."""
+    for single in dict.fromkeys((optimizer, *single_optimizers(optimizer))):
+        if type(single).__name__ not in _OPTIMIZERS:
+            yield (
+                f"the optimizer is a {type(single).__name__}; known are {', '.join(_OPTIMIZERS)}: build it with "
+                "megatron-core's get_megatron_optimizer, as adam or sgd"
+            )
+    if not hasattr(optimizer, "chained_optimizers") and optimizer.config.clip_grad <= 0:
+        yield (
+            f"{type(optimizer).__name__} with clip_grad {optimizer.config.clip_grad} measures no norm; set clip_grad "
+            "above 0, or put it into a ChainedOptimizer"
+        )
+    settings: list[Any] = [getattr(chunk, "ddp_config", None) for chunk in chunks]
+    if any(each is None or each.use_megatron_fsdp for each in settings):
+        yield "the model has to be wrapped in megatron-core's DistributedDataParallel, and not in its FSDP"
+        return
+    if any(each.num_distributed_optimizer_instances > 1 for each in settings):
+        yield "num_distributed_optimizer_instances has to be 1"
+    yield from _gradient_problems(chunks)
+
+
+def _gradient_problems(chunks: Sequence[Any]) -> Iterator[str]:
+    named = [pair for chunk in chunks for pair in chunk.named_parameters() if pair[1].requires_grad]
+    expert = next((name for name, p in named if not getattr(p, "allreduce", True)), None)
+    if expert is not None:
+        yield f"{expert} is an expert's, and gradients of experts are not measured"
+    dtype = next((p.main_grad.dtype for _, p in named if p.main_grad.dtype != torch.float32), None)
+    if dtype is not None:
+        yield (
+            f"gradients are accumulated in {dtype}; set grad_reduce_in_fp32 "
+            "(--accumulate-allreduce-grads-in-fp32)"
+        )
+
+
+def carry_state(
+    optimizer: Any, key: str, save: Callable[[], str], load: Callable[[str], None]
+) -> None:
+    """Let a text travel in the optimizer's state, in every format of checkpoints.
+
+    Args:
+        optimizer: megatron-core optimizer.
+        key: of the text in the state.
+        save: gives the text, equal on all ranks.
+        load: takes it; not called for a state without one.
+    """
+    first = single_optimizers(optimizer)[0]
+    state_dict, sharded, load_state = (
+        first.state_dict,
+        first.sharded_state_dict,
+        first.load_state_dict,
+    )
+    is_sharding = False
+
+    @functools.wraps(state_dict)
+    def with_text(*args: Any, **kwargs: Any) -> Any:
+        state = state_dict(*args, **kwargs)
+        # the distributed optimizer shards all that it finds here, and then misses it in checkpoints without it
+        return state if is_sharding else {**state, key: save()}
+
+    @functools.wraps(sharded)
+    def sharded_with_text(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_sharding
+        is_sharding = True
+        try:
+            return {**sharded(*args, **kwargs), key: save()}
+        finally:
+            is_sharding = False
+
+    @functools.wraps(load_state)
+    def load_with_text(state: Any) -> None:
+        state = dict(state)
+        text = state.pop(key, None)
+        load_state(state)
+        if text is not None:
+            load(text)
+
+    first.state_dict = with_text
+    first.sharded_state_dict = sharded_with_text
+    first.load_state_dict = load_with_text
+
+
 def clip_gradients(optimizer: Any, *, max_norm: float, total_norm: float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`, given the norm of the whole model."""
     for single in single_optimizers(optimizer):
@@ -147,4 +250,9 @@ def clip_gradients(optimizer: Any, *, max_norm: float, total_norm: float) -> Non
             continue
         parameters = single.get_parameters()
         if parameters:
-            clip_grads.clip_grad_by_total_norm_fp32(parameters, max_norm, total_norm)
+            clip_grads.clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm,
+                total_norm,
+                single.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )

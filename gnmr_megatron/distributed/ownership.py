@@ -10,6 +10,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from gnmr_megatron.control.units import UnitTable
 from gnmr_megatron.distributed import engine_compat
 
 
@@ -57,3 +58,25 @@ def owned_gradients(
             if gradient.numel():
                 owned.append(OwnedGradient(slots.get(id(parameter), rest), gradient))
     return owned
+
+
+def owned_by_unit(
+    chunks: Iterable[torch.nn.Module],
+    optimizer: Any,
+    units: UnitTable,
+    linears: Mapping[str, torch.nn.Module],
+) -> list[OwnedGradient]:
+    """The pieces that this rank contributes, in the slots of the units.
+
+    Args:
+        chunks: DDP-wrapped model chunks of this rank.
+        optimizer: megatron-core optimizer of the chunks.
+        units: of the whole model.
+        linears: projections of this rank by global name; those that are no units count as rest.
+    """
+    slots: dict[int, int] = {
+        id(linear.weight): units.index(name)
+        for name, linear in linears.items()
+        if name in units.ids
+    }
+    return owned_gradients(chunks, optimizer, slots, rest=len(units))

@@ -6,6 +6,10 @@ from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
+
+from gnmr_megatron.control.units import Unit
+from gnmr_megatron.models.precision_plan import PROJECTIONS
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
@@ -48,3 +52,31 @@ def local_linears(
         if name.startswith("decoder.layers.") and name.count(".") > 2
     )
     return {name: module for name, module in named if name in ids}
+
+
+def local_units(chunks: Iterable[torch.nn.Module]) -> list[Unit]:
+    """The units of this rank's chunks with their whole shapes, whoever built the model.
+
+    Projections are told by their names, as megatron-core gives them; those of experts are none.
+    """
+    named = (
+        (global_name(chunk, name), module)
+        for chunk in chunks
+        for name, module in unwrap(chunk).named_modules()
+        if name.startswith("decoder.layers.")
+    )
+    units = []
+    for name, module in named:
+        _, _, layer, *path = name.split(".")
+        if len(path) == 2 and PROJECTIONS.get(path[1]) == path[0]:
+            position = list(PROJECTIONS).index(path[1])
+            units.append(Unit(int(layer), position, name, _whole_shape(module.weight)))
+    return units
+
+
+def _whole_shape(weight: Any) -> tuple[int, int]:
+    """Shape over all tensor-parallel ranks."""
+    shape = list(weight.shape)
+    if getattr(weight, "tensor_model_parallel", False):
+        shape[weight.partition_dim] *= parallel_state.get_tensor_model_parallel_world_size()
+    return shape[0], shape[1]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gnmr_megatron.control.units import Unit
-from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.models.config import LlamaConfig
 from gnmr_megatron.precision.catalog import PATHS, PathName, kept_bytes_per_token, misfits
 from gnmr_megatron.precision.config import PrecisionConfig
-from gnmr_megatron.precision.overrides import Override
+from gnmr_megatron.precision.plan import paths_of_units
 
 PROJECTIONS = {
     "linear_qkv": "self_attention",
@@ -103,33 +100,20 @@ def model_units(model: LlamaConfig) -> list[Unit]:
 
 
 def plan_units(model: LlamaConfig, precision: PrecisionConfig) -> list[UnitPlan]:
-    """The paths of every projection: the first override that matches its id, or the paths of the settings.
+    """The paths of every projection of a LLaMA; see `plan_paths`."""
+    return plan_paths(model_units(model), precision)
+
+
+def plan_paths(units: Sequence[Unit], precision: PrecisionConfig) -> list[UnitPlan]:
+    """The paths of every unit: the first override that matches its id, or the paths of the settings.
 
     Raises:
         ConfigError: an override matches no unit, `first_last_k` is too large, or no unit is left to control.
     """
-    units = model_units(model)
-    overrides = precision.ordered_overrides()
-    _refuse_globs_without_units(overrides, [unit.id for unit in units])
-    k = precision.first_last_k
-    if 2 * k > model.num_layers:
-        raise ConfigError(
-            f"precision.first_last_k: {k} at either end are more than model.num_layers ({model.num_layers})"
-        )
-    plans = []
-    for unit in units:
-        override = next((o for o in overrides if fnmatch.fnmatchcase(unit.id, o.units)), None)
-        is_at_end = not k <= unit.layer < model.num_layers - k
-        if override is None and is_at_end:
-            plans.append(UnitPlan(unit, precision.recovery, precision.recovery, is_fixed=True))
-        else:
-            plans.append(_plan(unit, override, precision))
-    if all(plan.is_fixed for plan in plans):
-        raise ConfigError(
-            "precision: overrides and first_last_k fix all units, so none is left to control; for one path "
-            "everywhere, set precision.low and precision.recovery to it"
-        )
-    return plans
+    return [
+        UnitPlan(unit, paths.low, paths.recovery, is_fixed=paths.is_fixed, engine=paths.engine)
+        for unit, paths in zip(units, paths_of_units(units, precision), strict=True)
+    ]
 
 
 def plan_problems(
@@ -175,21 +159,3 @@ def plan_problems(
 
 def _first(plan: UnitPlan, *, is_te: bool) -> PathName:
     return next(path for path in plan.paths if (PATHS[path].family == "te") == is_te)
-
-
-def _plan(unit: Unit, override: Override | None, precision: PrecisionConfig) -> UnitPlan:
-    if override is None:
-        return UnitPlan(unit, precision.low, precision.recovery)
-    if override.fixed is not None:
-        return UnitPlan(unit, override.fixed, override.fixed, is_fixed=True, engine=override.engine)
-    return UnitPlan(unit, override.low or precision.low, override.recovery or precision.recovery)
-
-
-def _refuse_globs_without_units(overrides: tuple[Override, ...], ids: list[str]) -> None:
-    for override in overrides:
-        if any(fnmatch.fnmatchcase(unit_id, override.units) for unit_id in ids):
-            continue
-        nearest = difflib.get_close_matches(override.units, ids, n=3, cutoff=0)
-        raise ConfigError(
-            f"{override.where}: '{override.units}' matches no unit; nearest: {', '.join(nearest)}"
-        )

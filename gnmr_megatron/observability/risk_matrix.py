@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.control.units import UnitTable
 from gnmr_megatron.errors import DataError
 from gnmr_megatron.observability.append_file import AppendFile, replace_file
@@ -212,6 +213,19 @@ class RiskMatrixReader:
 def read_risk_matrix(folder: Path, *, units: UnitTable | None = None) -> RiskMatrix:
     """The whole matrix, as `RiskMatrixReader` reads it."""
     return RiskMatrixReader(folder, units=units).read()
+
+
+def recorded_decisions(config: ControlConfig) -> dict[int, list[str]] | None:
+    """What policy `replay` repeats: the unit ids that the run of `trace` selected after each step.
+
+    Step 0 stands for that run's first recovery set. None for all other policies.
+
+    Raises:
+        DataError: the run has no risk matrix that can be read.
+    """
+    if config.policy != "replay":
+        return None
+    return read_risk_matrix(Path(config.trace or "")).decisions()
 
 
 def _difference(saved: tuple[str, ...], given: tuple[str, ...]) -> str:

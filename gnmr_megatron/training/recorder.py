@@ -9,22 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from gnmr_megatron.control.controller import Decision
 from gnmr_megatron.control.schedules import value_at
 from gnmr_megatron.control.statistics import IntArray
 from gnmr_megatron.control.units import UnitTable
+from gnmr_megatron.observability.decisions import decision_event, risk_of
 from gnmr_megatron.observability.event_log import EventLog
 from gnmr_megatron.observability.events import (
     CheckpointEvent,
-    DecisionEvent,
     EvaluationEvent,
     Event,
     FaultEvent,
     FinishEvent,
     RecoveryGapEvent,
-    SelectedUnit,
     StartEvent,
     StepEvent,
 )
@@ -216,7 +213,7 @@ class RunRecorder:
                 selected=decision.selected,
             )
             self._to_disk(state.step, append)
-        riskiest = int(np.argmax(decision.score)) if decision.score.size else None
+        risk = risk_of(decision, self._units)
         self._record(
             StepEvent(
                 step=state.step,
@@ -230,9 +227,9 @@ class RunRecorder:
                 recovered=[self._units.ids[index] for index in recovered],
                 max_recovered=decision.max_recovered,
                 updated=result.updated,
-                over_threshold=int(np.count_nonzero(decision.candidate & (decision.score > 1))),
-                riskiest_unit=None if riskiest is None else self._units.ids[riskiest],
-                riskiest_score=0.0 if riskiest is None else float(decision.score[riskiest]),
+                over_threshold=risk.over_threshold,
+                riskiest_unit=risk.unit,
+                riskiest_score=risk.score,
             )
         )
         self._decision(decision)
@@ -319,22 +316,7 @@ class RunRecorder:
     def _decision(self, decision: Decision) -> None:
         selected = decision.selected.tolist()
         if selected or self._last_selected:
-            self._record(
-                DecisionEvent(
-                    step=decision.step,
-                    selected=[
-                        SelectedUnit(
-                            unit=self._units.ids[index],
-                            gnmr=float(decision.gnmr[index]),
-                            delta_gnmr=float(decision.delta_gnmr[index]),
-                            score=float(decision.score[index]),
-                            lock=int(decision.lock[index]),
-                            reason=decision.reason(index),
-                        )
-                        for index in selected
-                    ],
-                )
-            )
+            self._record(decision_event(decision, self._units))
         self._last_selected = selected
 
     def _record(self, event: Event) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.distributed import engine_compat
 from gnmr_megatron.distributed.consensus import EngineNorm, MeasuresNorms, RiskConsensus
 from gnmr_megatron.distributed.layout import ParallelLayout
-from gnmr_megatron.distributed.ownership import OwnedGradient, owned_gradients
+from gnmr_megatron.distributed.ownership import OwnedGradient, owned_by_unit
 from gnmr_megatron.distributed.process_groups import (
     own_store,
     start_process_groups,
@@ -47,17 +46,11 @@ from gnmr_megatron.models.llama import (
     transformer_config,
 )
 from gnmr_megatron.models.precision_plan import UnitPlan, plan_units, uses_te
-from gnmr_megatron.models.switchboard import (
-    PathSwitch,
-    Switchboard,
-    linear_switches,
-    recoverable_units,
-)
-from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from gnmr_megatron.models.switchboard import Switchboard, recoverable_units
+from gnmr_megatron.models.switches import path_switches
+from gnmr_megatron.observability.risk_matrix import recorded_decisions
 from gnmr_megatron.precision.catalog import PATHS
-from gnmr_megatron.precision.config import PrecisionConfig
-from gnmr_megatron.precision.fusion import fused_kernels_are_used, use_fused_kernels
-from gnmr_megatron.precision.registry import precision_path
+from gnmr_megatron.precision.fusion import fused_kernels_are_used
 from gnmr_megatron.training.checkpoint import Checkpointer
 from gnmr_megatron.training.config import RunConfig, TrainSettings, validate
 from gnmr_megatron.training.evaluation import Evaluation
@@ -112,7 +105,7 @@ def set_up(config: RunConfig) -> Trainer:
     linears = local_linears(chunks, {plan.unit.id for plan in plans})
     controller = _controller(config.gnmr, units)
     switchboard = Switchboard(
-        plans, _switches(config.precision, plans, linears, device), seed=config.seed
+        plans, path_switches(config.precision, plans, linears, device), seed=config.seed
     )
     checkpointer = Checkpointer(
         folder.checkpoints,
@@ -161,7 +154,7 @@ def set_up(config: RunConfig) -> Trainer:
             step=state.step,
             vocab_size=data.vocab_size,
         )
-    owned = _owned(chunks, optimizer, units, linears)
+    owned = owned_by_unit(chunks, optimizer.engine, units, linears)
     step = TrainStep(
         trained,
         optimizer,
@@ -236,20 +229,6 @@ def connect_engine(
         engine.param_sync_func = _one_or_all([chunk.start_param_sync for chunk in chunks])
 
 
-def _switches(
-    precision: PrecisionConfig,
-    plans: Sequence[UnitPlan],
-    linears: Mapping[str, torch.nn.Module],
-    device: torch.device,
-) -> Mapping[str, PathSwitch]:
-    if uses_te(plans):
-        return te_adapter.te_switches(plans, linears)
-    fuse = device.type != "cpu" if precision.fuse is None else precision.fuse
-    use_fused_kernels(enabled=fuse, device=device)
-    paths = {name: precision_path(name, precision) for plan in plans for name in plan.paths}
-    return linear_switches(plans, linears, paths)
-
-
 def _one_or_all(functions: list[Any]) -> Any:
     return functions if len(functions) > 1 else functions[0]
 
@@ -277,12 +256,7 @@ def _controller(settings: ControlConfig, units: UnitTable) -> DecidesRecovery:
     if settings.mode == "disabled":
         return DisabledController(units)
     try:
-        recorded = (
-            read_risk_matrix(Path(settings.trace or "")).decisions()
-            if settings.policy == "replay"
-            else None
-        )
-        return Controller(settings, units, recorded=recorded)
+        return Controller(settings, units, recorded=recorded_decisions(settings))
     except ValueError as error:
         raise ConfigError(f"gnmr.trace: {settings.trace}: {error}") from error
 
@@ -323,21 +297,6 @@ def _oracle(
         # their forward, and their gradient of the input, are exact
         is_separable=families <= {"saved", "exact"} and dtypes <= {config.model.dtype},
     )
-
-
-def _owned(
-    chunks: Sequence[torch.nn.Module],
-    optimizer: ClippingOptimizer,
-    units: UnitTable,
-    linears: Mapping[str, torch.nn.Module],
-) -> list[OwnedGradient]:
-    """The pieces of gradient that this rank speaks for, by slot of the risk vector."""
-    slots = {
-        id(linear.weight): units.index(name)
-        for name, linear in linears.items()
-        if name in units.ids
-    }
-    return owned_gradients(chunks, optimizer.engine, slots, rest=len(units))
 
 
 def _identity(config: RunConfig, units: UnitTable, tokenizer: str) -> dict[str, Any]:
