@@ -25,7 +25,7 @@ from gnmr_megatron.observability.events import (
     StartEvent,
     StepEvent,
 )
-from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter
+from gnmr_megatron.observability.risk_matrix import MATRIX, RiskMatrixWriter
 from gnmr_megatron.observability.spikes import SpikeDetector
 from gnmr_megatron.observability.trackers import Tracker, make_trackers
 from gnmr_megatron.training.checkpoint import SavedCheckpoint
@@ -149,12 +149,15 @@ class RunRecorder:
         matrix = None
         if folder.is_resumed:
             log = EventLog.resume(folder.path, state.step)
-            if has_norms:
+            if has_norms or (folder.path / MATRIX).exists():  # steps taken again may have none
                 matrix = RiskMatrixWriter.resume(folder.path, units, state.step)
         else:
             log = EventLog(folder.path)
             if has_norms:
                 matrix = RiskMatrixWriter(folder.path, units)
+        if matrix is not None and not has_norms:
+            matrix.close()
+            matrix = None
         recorder = cls(
             folder.path,
             units=units,
