@@ -14,7 +14,7 @@ from gnmr_megatron.cli.main import VERBS, main
 
 MARKER = "<!-- generated: commands -->"
 SETTINGS = "All settings of a run:"
-WIDTH = "100"
+WIDTH = "82"
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
@@ -52,7 +52,12 @@ def render() -> str:
     lines: list[str] = []
     for verb, (_, purpose) in VERBS.items():
         lines += [f"## {verb} {{ #{verb} }}", "", f"{purpose[0].upper()}{purpose[1:]}.", ""]
-        lines += ["```text", help_of(verb), "```", ""]
+        lines += _block(help_of(verb))
         for inner in verbs_of(verb):
-            lines += [f"### {verb} {inner}", "", "```text", help_of(verb, inner), "```", ""]
+            lines += [f"### {verb} {inner}", "", *_block(help_of(verb, inner))]
     return "\n".join(lines)
+
+
+def _block(text: str) -> list[str]:
+    """A block that wraps instead of scrolling: some lines are as long as their verb likes them."""
+    return ['<div class="help" markdown="1">', "", "```text", text, "```", "", "</div>", ""]

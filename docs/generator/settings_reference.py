@@ -84,9 +84,11 @@ def render() -> str:
     """A heading for each section and key."""
     lines: list[str] = []
     for section, kind in sections().items():
-        description = parse_from_object(kind).short_description
-        title = f"`{section}`" if section else "Of the whole run"
-        lines += [f"## {title} {{ #{section or 'run'} }}", "", description or "", ""]
+        if section:
+            description = parse_from_object(kind).short_description
+            lines += [f"## `{section}` {{ #{section} }}", "", description or "", ""]
+        else:
+            lines += ["## Of the whole run", ""]
         for setting in settings_of(section):
             lines += [f"### `{setting.key}` {{ #{setting.key} }}", ""]
             lines += [f"{setting.type} · default `{setting.default}`", ""]
