@@ -30,7 +30,7 @@ def commands(text):
     """Lines of all blocks that start the program, with their continuations, without comments."""
     joined = "\n".join(blocks(text, "sh", "text")).replace("\\\n", " ")
     return [
-        line.split("  #")[0].strip()
+        re.sub(r"\s+#\s.*", "", line)
         for line in joined.splitlines()
         if re.match(r"gnmr-megatron [\w-]+(?: |$)", line)
     ]
