@@ -33,6 +33,10 @@ VERBS = {
         "gnmr_megatron.cli.checkpoint",
         "list, verify and prune the checkpoints of a run",
     ),
+    "convert": (
+        "gnmr_megatron.cli.convert",
+        "Hugging Face's LLaMA folders to checkpoints and back",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 
