@@ -55,6 +55,10 @@ VERBS = {
         "gnmr_megatron.cli.calibrate",
         "find thresholds for a wanted rate of exceedances, from a recorded run",
     ),
+    "convert": (
+        "gnmr_megatron.cli.convert",
+        "Hugging Face's LLaMA folders to checkpoints and back",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 
