@@ -33,6 +33,10 @@ VERBS = {
         "gnmr_megatron.cli.checkpoint",
         "list, verify and prune the checkpoints of a run",
     ),
+    "report": (
+        "gnmr_megatron.cli.report",
+        "show what runs did as one HTML page",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 
