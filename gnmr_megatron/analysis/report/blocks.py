@@ -89,7 +89,7 @@ def recovery_spans(history: RunHistory, *, selected: bool = False) -> Spans:
     chosen = history.selections
     keys = _keys(chosen.unit, chosen.step + 1)
     order = np.argsort(keys, kind="stable")
-    keys, reasons = keys[order], chosen.reason[order].astype(np.int64)
+    keys, reasons = keys[order], chosen.reason[order]
     if selected:
         cells = keys
     else:
@@ -126,7 +126,7 @@ def cells_block(spans: Spans, selections: Selections, matrix: RiskMatrix | None)
                 "step": _list(selections.step),
                 "score": _list(selections.score, digits=4),
                 "lock": _list(selections.lock),
-                "reason": _list(selections.reason.astype(np.int64)),
+                "reason": _list(selections.reason),
             }
         ),
         "listed": "null" if matrix is None else _listed(matrix),

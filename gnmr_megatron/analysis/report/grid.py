@@ -30,14 +30,12 @@ class Grid:
         resolution: a code is the natural logarithm of GNMR divided by this, rounded.
         codes: [units, steps] int16.
         low: logarithm of GNMR that only one in a hundred cells lies below; the low end of a colour scale.
-        high: the same for one in ten thousand above.
     """
 
     first_step: int
     resolution: float
     codes: CodeArray
     low: float
-    high: float
 
     def packed(self) -> bytes:
         """All low bytes of the codes, unit by unit, then all high bytes."""
@@ -69,7 +67,7 @@ def make_grid(matrix: RiskMatrix, *, last_step: int, max_bytes: float) -> Grid |
     finite = np.concatenate([block[np.isfinite(block)] for block in logs])
     if not len(finite):
         finite = np.zeros(1, dtype=np.float32)
-    low, high = np.quantile(finite, (0.01, 0.9999))
+    low = float(np.quantile(finite, 0.01))
     resolution = _resolution(finite, max_bytes=max_bytes)
     codes = np.full((len(matrix.units), int(steps[-1] - steps[0]) + 1), MISSING, dtype=np.int16)
     columns = steps - steps[0]
@@ -79,13 +77,12 @@ def make_grid(matrix: RiskMatrix, *, last_step: int, max_bytes: float) -> Grid |
         first_step=int(steps[0]),
         resolution=resolution,
         codes=codes,
-        low=float(low),
-        high=float(high),
+        low=low,
     )
 
 
 def _logarithms(matrix: RiskMatrix) -> list[NDArray[np.float32]]:
-    """log GNMR as [units, steps], a few units at a time; -inf for 0, and inf for what is not finite."""
+    """Log GNMR as [units, steps], a few units at a time; -inf for 0, and inf for what is not finite."""
     blocks = []
     with np.errstate(divide="ignore"):
         for first in range(0, len(matrix.units), BLOCK):
@@ -99,7 +96,7 @@ def _encode(logs: NDArray[np.float32], resolution: float) -> CodeArray:
     limit = NOT_FINITE - 1
     finite = np.isfinite(logs)
     scaled = np.divide(logs, resolution, out=np.zeros_like(logs), where=finite)
-    codes = np.rint(np.clip(scaled, -limit, limit)).astype(np.int16)
+    codes: CodeArray = np.rint(np.clip(scaled, -limit, limit)).astype(np.int16)
     codes[np.isposinf(logs)] = NOT_FINITE
     codes[np.isneginf(logs)] = ZERO
     return codes

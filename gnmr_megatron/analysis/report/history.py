@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.control.statistics import BoolArray, FloatArray, IntArray
@@ -80,7 +80,7 @@ class Selections:
     delta_gnmr: FloatArray
     score: FloatArray
     lock: IntArray
-    reason: NDArray[np.uint8]
+    reason: IntArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,25 +114,47 @@ def read_history(run: RecordedRun) -> RunHistory:
         DataError: a line is broken, or the steps do not follow each other.
     """
     has_units = (run.folder / UNITS).exists() or (run.folder / MATRIX).exists()
-    reading = _Reading(units=run.units.ids if has_units else ())
+    reading = _Reading(
+        units=run.units.ids if has_units else (), budget=run.starts[0].max_recovered
+    )
     for event in run.events():
         reading.add(event)
-    steps = np.asarray(reading.columns["step"], dtype=np.int64)
+    history = reading.history()
+    steps = history.series.step
     if (np.diff(steps) <= 0).any():
         where = int(steps[1:][np.diff(steps) <= 0][0])
         raise DataError(
             f"{run.folder}: step {where} stands after a later one in events.jsonl; do two runs write there?"
         )
-    return reading.history()
+    return history
 
 
-FLOATS = (
+STEP_FLOATS = (
     "loss", "grad_norm", "tokens_per_second", "step_seconds", "control_seconds", "riskiest_score",
     "spike_bound",
 )  # fmt: skip
-COUNTS = (
+STEP_COUNTS = (
     "step", "tokens", "over_threshold", "max_recovered", "updated", "recovered", "switches",
 )  # fmt: skip
+
+
+class _Columns:
+    """Columns that grow row by row, eight bytes a number."""
+
+    def __init__(self, floats: Sequence[str], counts: Sequence[str]) -> None:
+        self._floats = {name: array("d") for name in floats}
+        self._counts = {name: array("q") for name in counts}
+
+    def append(self, **row: float) -> None:
+        """Add a value to each column."""
+        for name, floats in self._floats.items():
+            floats.append(row[name])
+        for name, counts in self._counts.items():
+            counts.append(int(row[name]))
+
+    def arrays(self) -> dict[str, Any]:
+        """The columns as arrays."""
+        return {name: np.asarray(values) for name, values in (self._floats | self._counts).items()}
 
 
 @dataclass
@@ -140,20 +162,13 @@ class _Reading:
     """What is gathered on the way; arrays, since a long run does not fit in memory as objects."""
 
     units: tuple[str, ...]
-    columns: dict[str, array[float]] = field(
-        default_factory=lambda: {
-            **{name: array("d") for name in FLOATS},
-            **{name: array("q") for name in COUNTS},
-        }
-    )
-    recovered: dict[str, array[int]] = field(
-        default_factory=lambda: {name: array("q") for name in ("step", "unit")}
-    )
-    selections: dict[str, array[float]] = field(
-        default_factory=lambda: {
-            **{name: array("q") for name in ("step", "unit", "lock", "reason")},
-            **{name: array("d") for name in ("gnmr", "delta_gnmr", "score")},
-        }
+    budget: int
+    steps: _Columns = field(default_factory=lambda: _Columns(STEP_FLOATS, STEP_COUNTS))
+    recovered: _Columns = field(default_factory=lambda: _Columns((), ("step", "unit")))
+    selections: _Columns = field(
+        default_factory=lambda: _Columns(
+            ("gnmr", "delta_gnmr", "score"), ("step", "unit", "lock", "reason")
+        )
     )
     evaluations: list[EvaluationEvent] = field(default_factory=list)
     checkpoints: list[CheckpointEvent] = field(default_factory=list)
@@ -181,47 +196,49 @@ class _Reading:
             self.faults.append(event)
         elif isinstance(event, StartEvent):
             self.starts.append(event)
-            self.finish = None
+            self.budget, self.finish = event.max_recovered, None
         elif isinstance(event, FinishEvent):
             self.finish = event
 
     def _add_step(self, event: StepEvent) -> None:
-        budget = event.max_recovered
         now = set(event.recovered)
-        row: Mapping[str, float] = {
-            **{name: getattr(event, name) for name in FLOATS if name != "spike_bound"},
-            "spike_bound": self._spikes.threshold(),
-            "step": event.step,
-            "tokens": event.tokens,
-            "over_threshold": event.over_threshold,
-            "max_recovered": self.starts[-1].max_recovered if budget is None else budget,
-            "updated": event.updated,
-            "recovered": len(now),
-            "switches": len(now ^ (now if self._before is None else self._before)),
-        }
-        for name, column in self.columns.items():
-            column.append(row[name])
+        self.steps.append(
+            step=event.step,
+            loss=event.loss,
+            grad_norm=event.grad_norm,
+            tokens=event.tokens,
+            tokens_per_second=event.tokens_per_second,
+            step_seconds=event.step_seconds,
+            control_seconds=event.control_seconds,
+            over_threshold=event.over_threshold,
+            riskiest_score=event.riskiest_score,
+            max_recovered=self.budget if event.max_recovered is None else event.max_recovered,
+            updated=event.updated,
+            recovered=len(now),
+            switches=len(now ^ (now if self._before is None else self._before)),
+            spike_bound=self._spikes.threshold(),
+        )
         self._spikes.add(event.loss)
         self._before = now
         for unit in event.recovered:
-            self.recovered["step"].append(event.step)
-            self.recovered["unit"].append(self._unit(unit))
+            self.recovered.append(step=event.step, unit=self._unit(unit))
         if event.riskiest_unit is not None and (
             self.riskiest is None or event.riskiest_score > self.riskiest[2]
         ):
             self.riskiest = (event.step, event.riskiest_unit, event.riskiest_score)
 
     def _add_decision(self, event: DecisionEvent) -> None:
-        to = self.selections
         for unit in event.selected:
             known = unit.reason in REASONS
-            to["step"].append(event.step)
-            to["unit"].append(self._unit(unit.unit))
-            to["gnmr"].append(unit.gnmr)
-            to["delta_gnmr"].append(unit.delta_gnmr)
-            to["score"].append(unit.score)
-            to["lock"].append(unit.lock)
-            to["reason"].append(REASONS.index(unit.reason) if known else UNKNOWN_REASON)
+            self.selections.append(
+                step=event.step,
+                unit=self._unit(unit.unit),
+                gnmr=unit.gnmr,
+                delta_gnmr=unit.delta_gnmr,
+                score=unit.score,
+                lock=unit.lock,
+                reason=REASONS.index(unit.reason) if known else UNKNOWN_REASON,
+            )
 
     def _unit(self, unit: str) -> int:
         """Index of a unit; one that the matrix does not have comes behind those that it has."""
@@ -229,17 +246,13 @@ class _Reading:
 
     def history(self) -> RunHistory:
         """All that was gathered."""
-        columns = {name: np.asarray(values) for name, values in self.columns.items()}
+        columns = self.steps.arrays()
         columns["updated"] = columns["updated"].astype(np.bool_)
-        selections = {name: np.asarray(values) for name, values in self.selections.items()}
-        selections["reason"] = selections["reason"].astype(np.uint8)
         return RunHistory(
             units=tuple(self._index),
             series=StepSeries(**columns),
-            recovered=RecoveredCells(
-                **{name: np.asarray(values) for name, values in self.recovered.items()}
-            ),
-            selections=Selections(**selections),
+            recovered=RecoveredCells(**self.recovered.arrays()),
+            selections=Selections(**self.selections.arrays()),
             evaluations=tuple(self.evaluations),
             checkpoints=tuple(self.checkpoints),
             faults=tuple(self.faults),

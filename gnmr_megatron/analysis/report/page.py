@@ -11,8 +11,8 @@ from typing import Any
 
 import jinja2
 from markupsafe import Markup
-from plotly.colors import sequential
-from plotly.offline import get_plotlyjs
+from plotly.colors import sequential  # type: ignore[import-untyped]  # has no types
+from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]  # has no types
 
 from gnmr_megatron import __version__
 from gnmr_megatron.analysis.report.blocks import block
@@ -30,6 +30,7 @@ from gnmr_megatron.observability.event_log import FILE
 MAX_BYTES = 14_500_000
 """Aim for the size of a page; only the resolution of the heat map gives way to it."""
 
+STYLES = ("plots.css", "tables.css", "report.css")
 GENERATOR = "gnmr-megatron report"
 SCRIPTS = (
     "unpack.js", "theme.js", "view.js", "lines.js", "grid.js", "heat_map.js", "timeline.js", "report.js",
@@ -105,7 +106,7 @@ def _render(parts: Sequence[RunPart], library: str) -> str:
         made=time.strftime("%Y-%m-%d %H:%M"),
         paper_percent=PAPER_EXCEEDANCE_PERCENT,
         around=AROUND,
-        style=Markup((texts / "report.css").read_text()),  # noqa: S704 - our own files
+        styles=[Markup((texts / name).read_text()) for name in STYLES],  # noqa: S704 - our own files
         scripts=[Markup((texts / name).read_text()) for name in SCRIPTS],  # noqa: S704
         library=library,
         meta=_page_meta(parts),
@@ -117,7 +118,7 @@ def _page_meta(parts: Sequence[RunPart]) -> dict[str, Any]:
         "runs": [part.meta for part in parts],
         "codes": {"missing": MISSING, "zero": ZERO, "not_finite": NOT_FINITE, "offset": OFFSET},
         "reasons": [reason_name(reason) for reason in range(UNKNOWN_REASON + 1)],
-        "colors": list(sequential.Cividis),
+        "colors": list(sequential.Viridis),
         "paper_percent": PAPER_EXCEEDANCE_PERCENT,
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from gnmr_megatron.analysis.report.tables import (
     UnitRow,
     most_recovered,
     places,
-    reason_name,
     settings,
     stretches,
 )
@@ -39,7 +38,6 @@ from gnmr_megatron.analysis.report.verdict import Findings, Sentence, verdict
 from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.control.schedules import value_at
 from gnmr_megatron.control.statistics import IntArray
-from gnmr_megatron.errors import DataError
 from gnmr_megatron.observability.console import short_unit
 from gnmr_megatron.observability.risk_matrix import MATRIX, UNITS, RiskMatrix
 
@@ -103,7 +101,7 @@ def read_run_part(folder: Path, *, max_bytes: float) -> RunPart:
         losses=found.losses,
         control=found.control,
         verdict=verdict(found),
-        spikes=found.spikes,
+        spikes=tuple(found.spikes),
         stretches=stretches(history, locked),
         most_recovered=most_recovered(history, spans),
         places=places(run.units, spans) if has_matrix else None,
@@ -160,6 +158,6 @@ def _grid_meta(grid: Grid, *, alpha: float) -> dict[str, Any]:
         "num_units": grid.codes.shape[0],
         "num_steps": grid.codes.shape[1],
         "resolution": grid.resolution,
-        "low": grid.low,
-        "high": max(grid.high, 0.1),
+        "low": min(grid.low, -0.1),
+        "high": max(math.log(alpha), 0.1),  # at the threshold a cell is as bright as can be
     }

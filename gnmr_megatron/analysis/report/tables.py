@@ -141,7 +141,8 @@ def _unit_row(history: RunHistory, spans: Spans, unit: int) -> UnitRow:
 
 def reason_name(reason: int) -> str:
     """The reason of a decision in words."""
-    return (*REASONS, "not told")[reason].replace("_", " ")
+    name = (*REASONS, "not told")[reason]
+    return {"gnmr": "GNMR", "delta_gnmr": "delta-GNMR"}.get(name, name.replace("_", " "))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +179,7 @@ def places(units: UnitTable, spans: Spans) -> Places:
             (layer, tuple(row.get(operator) for operator in operators), sum(row.values()))
             for layer, row in table.items()
         ),
-        totals=tuple(
-            sum(row.get(operator, 0) for row in table.values()) for operator in operators
-        ),
+        totals=tuple(sum(row.get(operator, 0) for row in table.values()) for operator in operators),
         total=sum(counts[: len(units)]),
         largest=max((count for row in table.values() for count in row.values()), default=0),
     )

@@ -153,7 +153,9 @@ def _exceedance(found: Findings) -> Iterator[Sentence]:
     times = control.exceedance_percent / PAPER_EXCEEDANCE_PERCENT
     paper = f"the paper's {PAPER_EXCEEDANCE_PERCENT} %"
     if times > 5:
-        advice = "the thresholds mark everyday noise, not rare events: raise gnmr.alpha and gnmr.beta"
+        advice = (
+            "the thresholds mark everyday noise, not rare events: raise gnmr.alpha and gnmr.beta"
+        )
         yield Sentence("warning", f"{rate}, {times:.0f} times {paper}: {advice}.")
     elif times > 2:
         yield Sentence("note", f"{rate}, {times:.1f} times {paper}.")

@@ -19,17 +19,17 @@ class HeatMap {
     const codes = new Int16Array(count);
     const { offset } = META.codes;
     for (let i = 0; i < count; i++) {
-      codes[i] = (((bytes[count + i] << 8) | bytes[i]) << 16 >> 16) - offset;
+      codes[i] = ((bytes[count + i] << 8) | bytes[i]) - offset; // the array makes it signed
     }
     return codes;
   }
 
   /** The codes, and their maxima over 16 and over 256 steps. */
   static pyramid(codes, units, steps) {
-    const levels = [{ size: 1, steps, codes }];
-    for (const size of [16, 256]) {
+    const levels = [{ shift: 0, steps, codes }];
+    for (const shift of [4, 8]) {
       const below = levels.at(-1);
-      const count = Math.ceil(steps / size);
+      const count = Math.ceil(steps / (1 << shift));
       const maxima = new Int16Array(units * count).fill(META.codes.missing);
       for (let unit = 0; unit < units; unit++) {
         for (let i = 0; i < below.steps; i++) {
@@ -40,19 +40,26 @@ class HeatMap {
           }
         }
       }
-      levels.push({ size, steps: count, codes: maxima });
+      levels.push({ shift, steps: count, codes: maxima });
     }
     return levels;
   }
 
   /** The highest code of a unit from one column of the grid up to another. */
   highest(unit, from, to) {
+    const [single, middle, coarse] = this.levels;
     let best = META.codes.missing;
     let at = from;
     while (at < to) {
-      const level = this.levels.findLast(({ size }) => at % size === 0 && at + size <= to);
-      best = Math.max(best, level.codes[unit * level.steps + at / level.size]);
-      at += level.size;
+      let level = single;
+      if ((at & 15) === 0 && at + 16 <= to) {
+        level = (at & 255) === 0 && at + 256 <= to ? coarse : middle;
+      }
+      const code = level.codes[unit * level.steps + (at >> level.shift)];
+      if (code > best) {
+        best = code;
+      }
+      at += 1 << level.shift;
     }
     return best;
   }
@@ -110,8 +117,8 @@ class HeatMap {
     context.drawImage(this.offscreen, grid.left, 0, grid.plotWidth, grid.plotHeight);
   }
 
-  /** Rectangles around what was recovered; those that would touch are one. */
-  paintSpans(grid, context) {
+  /** Where what was recovered lies in view; boxes that would touch are one. */
+  boxes(grid) {
     const boxes = [];
     for (let row = grid.top; row < grid.bottom; row++) {
       let open = null;
@@ -126,12 +133,17 @@ class HeatMap {
         }
       }
     }
+    return boxes;
+  }
+
+  paintSpans(grid, context) {
+    const boxes = this.boxes(grid);
     const isTight = grid.rowHeight < 9;
     for (const [color, width] of isTight ? [["#ffffff", 1]] : [["#000000", 3.5], ["#ffffff", 1.5]]) {
       context.strokeStyle = color;
       context.lineWidth = width;
       for (const { from, to, row } of boxes) {
-        const size = Math.max(to - from, 3);
+        const size = Math.max(to - from, isTight ? 2 : 4);
         const inset = isTight ? 0.5 : 1.75;
         context.strokeRect(from + inset, grid.y(row) + inset, size - 2 * inset, Math.max(grid.rowHeight - 2 * inset, 0.5));
       }

@@ -3,6 +3,8 @@
 
 const Lines = {
   plots: [],
+  format: new Intl.NumberFormat("en", { maximumSignificantDigits: 5 }),
+  whole: new Intl.NumberFormat("en"),
   dashes: ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"],
 
   /** Plotly reads a little HTML in its texts; names of runs are none. */
@@ -54,9 +56,9 @@ const Lines = {
 
   told(first, last, values) {
     if (first === last) {
-      return `step ${first.toLocaleString("en")}: <b>${values ? Lines.number(values[0]) : "not finite"}</b>`;
+      return `step ${Lines.whole.format(first)}: <b>${values ? Lines.number(values[0]) : "not finite"}</b>`;
     }
-    const where = `steps ${first.toLocaleString("en")}–${last.toLocaleString("en")}`;
+    const where = `steps ${Lines.whole.format(first)}–${Lines.whole.format(last)}`;
     if (!values) {
       return `${where}: <b>not finite</b>`;
     }
@@ -65,14 +67,14 @@ const Lines = {
   },
 
   number(value) {
-    return value.toLocaleString("en", { maximumSignificantDigits: 5 });
+    return Lines.format.format(value);
   },
 
   /**
    * Adds a plot.
    *
    * @param {string} id of its figure.
-   * @param {object} options `log`; `zero`: the axis begins at 0; `level`: a dashed line; `series`: a function that
+   * @param {object} options `log`; `zero`: the axis begins at 0; `format` of its numbers; `level`: a dashed line; `series`: a function that
    *   gives {name, steps, values, color, dash, band, fill, points} for each line, once the colours are known.
    */
   add(id, options) {
@@ -95,7 +97,7 @@ const Lines = {
           }
         }
       },
-      { rootMargin: "300px" },
+      { rootMargin: "100px" },
     );
     View.listeners.push(Lines.drawAgain);
     Theme.listeners.push(Lines.drawAgain);
@@ -193,6 +195,8 @@ const Lines = {
       yaxis: {
         ...axis,
         type: plot.log ? "log" : "linear",
+        ...(plot.log ? Lines.logTicks(data) : {}),
+        tickformat: plot.format,
         rangemode: plot.zero ? "tozero" : "normal",
         fixedrange: true,
         nticks: 6,
@@ -207,6 +211,17 @@ const Lines = {
       element.on("plotly_relayout", (change) => Lines.follow(change));
       element.on("plotly_doubleclick", () => View.move("all"));
     }
+  },
+
+  /** 1, 2 and 5 times the powers of ten, or the powers alone where there are many. */
+  logTicks(data) {
+    const values = data.flatMap(({ y }) => y).filter((value) => value > 0);
+    const range = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, 0]);
+    const [low, high] = range.map(Math.log10);
+    const factors = high - low < 3 ? [1, 2, 5] : [1];
+    const powers = Array.from({ length: Math.max(Math.ceil(high) - Math.floor(low) + 1, 0) || 0 }, (_, i) => Math.floor(low) + i);
+    const tickvals = powers.flatMap((power) => factors.map((factor) => factor * 10 ** power));
+    return { tickvals, ticktext: tickvals.map((value) => String(Number(value.toPrecision(1)))) };
   },
 
   level(y) {

@@ -5,6 +5,7 @@ const META = JSON.parse(document.getElementById("meta").textContent);
 
 const Report = {
   series: [],
+  grids: new Map(), // of the runs that were shown
 
   name(run, text) {
     return META.runs.length > 1 ? `${META.runs[run].name}, ${text}` : text;
@@ -37,7 +38,7 @@ const Report = {
       ],
     });
     Lines.add("grad-norm", { log: true, series: () => Report.overlaid("grad_norm", "gradient norm") });
-    Lines.add("throughput", { zero: true, series: () => Report.overlaid("tokens_per_second", "tokens a second") });
+    Lines.add("throughput", { zero: true, format: "~s", series: () => Report.overlaid("tokens_per_second", "tokens a second") });
   },
 
   points(run, { step, loss }, text, symbol) {
@@ -60,7 +61,7 @@ const Report = {
     Lines.add(`run-${run}-budget`, {
       zero: true,
       series: () => [
-        line("recovered", "recovered", "series-1", { fill: true, band: true, shape: "hv" }),
+        line("recovered", "recovered", "series-1", { fill: true, shape: "hv" }),
         line("locked", "locked", "series-3", { dash: "dot" }),
         line("max_recovered", "budget", "series-2", { dash: "dash" }),
       ],
@@ -83,17 +84,20 @@ const Report = {
   async maps(run) {
     const meta = META.runs[run];
     const cells = new Cells(meta, await Unpack.json(`run-${run}-cells`));
+    performance.mark("cells");
     if (meta.grid) {
       const figure = document.getElementById(`run-${run}-heat-map`);
       const painter = new HeatMap(meta, await Unpack.bytes(`run-${run}-grid`), cells);
+      performance.mark("grid");
       const grid = new Grid(figure, painter, meta.short);
+      Report.grids.get(run).heatMap = grid;
       figure.querySelector(".rows").addEventListener("change", (event) => {
         grid.showRows(Report.rows(meta, cells, event.target.value));
       });
     }
     if (meta.has_spans) {
       const figure = document.getElementById(`run-${run}-timeline`);
-      new Grid(figure, new Timeline(meta, cells), meta.short);
+      Report.grids.get(run).timeline = new Grid(figure, new Timeline(meta, cells), meta.short);
     }
   },
 
@@ -114,14 +118,13 @@ const Report = {
     for (const part of document.querySelectorAll("article[data-run]")) {
       part.hidden = Number(part.dataset.run) !== run;
     }
-    if (!Report.made.has(run)) {
-      Report.made.add(run);
+    if (!Report.grids.has(run)) {
+      Report.grids.set(run, {});
       await Report.maps(run);
     }
   },
 
   async start() {
-    Report.made = new Set();
     Theme.start();
     View.start(Math.min(...META.runs.map((run) => run.first)), Math.max(...META.runs.map((run) => run.last), 1));
     const choice = document.getElementById("run-choice");
@@ -130,11 +133,13 @@ const Report = {
       Unpack.script("plotly"),
       ...META.runs.map((_, run) => Unpack.json(`run-${run}-series`)),
     ]);
+    performance.mark("unpacked");
     Report.series = series;
     Lines.start();
     Report.training();
     META.runs.forEach((_, run) => Report.control(run));
     await Report.choose(0);
+    performance.mark("drawn");
     document.documentElement.dataset.state = "drawn";
   },
 };

@@ -4,6 +4,7 @@
 const Theme = {
   key: "gnmr-report-theme",
   listeners: [],
+  known: new Map(), // asking the browser costs a recalculation of styles
 
   isDark() {
     const chosen = document.documentElement.style.colorScheme;
@@ -12,14 +13,18 @@ const Theme = {
 
   /** The value of a custom property as a colour that a canvas knows. */
   color(name) {
-    Theme.probe.style.color = `var(--${name})`;
-    return getComputedStyle(Theme.probe).color;
+    if (!Theme.known.has(name)) {
+      Theme.probe.style.color = `var(--${name})`;
+      Theme.known.set(name, getComputedStyle(Theme.probe).color);
+    }
+    return Theme.known.get(name);
   },
 
   show() {
     const other = Theme.isDark() ? "Light" : "Dark";
     Theme.button.textContent = other;
     Theme.button.setAttribute("aria-label", `${other} colours`);
+    Theme.known.clear();
     for (const listener of Theme.listeners) {
       listener();
     }

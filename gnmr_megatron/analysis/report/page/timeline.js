@@ -90,7 +90,7 @@ class Timeline {
 
   static color(reason) {
     const name = META.reasons[reason];
-    const known = { gnmr: "gnmr", "delta gnmr": "delta-gnmr", lock: "lock" };
+    const known = { GNMR: "gnmr", "delta-GNMR": "delta-gnmr", lock: "lock" };
     return Theme.color(`reason-${known[name] || "other"}`);
   }
 
@@ -99,13 +99,20 @@ class Timeline {
     for (let row = grid.top; row < grid.bottom; row++) {
       context.fillStyle = line;
       context.fillRect(grid.left, grid.y(row + 1) - 1, grid.plotWidth, grid.rowHeight > 5 ? 1 : 0);
-      for (const span of this.cells.spansOf(this.rows[row], View.first, View.last)) {
-        context.fillStyle = Timeline.color(span.reason);
-        const from = grid.x(span.first);
-        const width = Math.max(grid.x(span.last + 1) - from, 2);
-        context.fillRect(from, grid.y(row), width, Math.max(grid.rowHeight - (grid.rowHeight > 5 ? 2 : 0), 1));
+      const spans = [...this.cells.spansOf(this.rows[row], View.first, View.last)];
+      const isLock = ({ reason }) => META.reasons[reason] === "lock";
+      for (const span of [...spans.filter(isLock), ...spans.filter((each) => !isLock(each))]) {
+        this.paintSpan(grid, context, row, span); // what began a recovery lies over what only went on with it
       }
     }
+  }
+
+  paintSpan(grid, context, row, span) {
+    context.fillStyle = Timeline.color(span.reason);
+    const from = Math.floor(grid.x(span.first));
+    const to = Math.max(Math.round(grid.x(span.last + 1)), from + 2);
+    const gap = grid.rowHeight > 5 ? 2 : 0;
+    context.fillRect(from, grid.y(row), to - from, Math.max(grid.rowHeight - gap, 1));
   }
 
   tell(unit, first, last) {
