@@ -114,9 +114,7 @@ def read_history(run: RecordedRun) -> RunHistory:
         DataError: a line is broken, or the steps do not follow each other.
     """
     has_units = (run.folder / UNITS).exists() or (run.folder / MATRIX).exists()
-    reading = _Reading(
-        units=run.units.ids if has_units else (), budget=run.starts[0].max_recovered
-    )
+    reading = _Reading(units=run.units.ids if has_units else (), budget=run.starts[0].max_recovered)
     for event in run.events():
         reading.add(event)
     history = reading.history()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
         DataError: a file of a run is missing or damaged; the message names it.
     """
     _check_output(folders, output)
-    library = block(get_plotlyjs().encode())
+    library = _library()
     share = (MAX_BYTES - len(library) - 300_000) / len(folders)
     parts = [read_run_part(folder, max_bytes=share) for folder in folders]
     content = _render(parts, library).encode()
@@ -61,6 +62,12 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
     return output
+
+
+@functools.cache
+def _library() -> str:
+    """Plotly's own script, compressed."""
+    return block(get_plotlyjs().encode())
 
 
 def _check_output(folders: Sequence[Path], output: Path) -> None:
