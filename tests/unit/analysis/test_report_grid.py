@@ -37,7 +37,7 @@ def matrices(draw):
     return matrix_of(draw(st.lists(row, min_size=steps, max_size=steps)), np.cumsum(gaps))
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(matrices(), st.sampled_from([1e9, 4.0, 0.0]))
 def test_each_code_is_the_logarithm_to_within_half_a_step(matrix, max_bytes):
     grid = make_grid(matrix, last_step=100, max_bytes=max_bytes)
@@ -57,6 +57,7 @@ def test_each_code_is_the_logarithm_to_within_half_a_step(matrix, max_bytes):
     assert (rest == MISSING).all()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(MISSING, NOT_FINITE), min_size=1, max_size=50))
 def test_unpacking_gives_the_codes(codes):
     grid = make_grid(matrix_of([[1.0]], [1]), last_step=1, max_bytes=1e9)

@@ -56,7 +56,7 @@ def selections_of(decisions):
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(TRACES, SETTINGS, st.integers(1, 70))
 def test_locks_are_those_that_the_controller_holds(trace, changes, restart):
     count, norms, updated = trace
@@ -136,7 +136,7 @@ def test_spans_cover_each_recovered_cell_with_the_reason_of_its_decision(recorde
     assert cells == wanted
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.sets(st.tuples(st.integers(0, 5), st.integers(1, 40))))
 def test_no_recovered_cell_is_lost_in_spans(tmp_path_factory, cells):
     folder = tmp_path_factory.mktemp("cells")

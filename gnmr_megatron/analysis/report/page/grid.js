@@ -10,7 +10,7 @@ class Grid {
    */
   constructor(figure, painter, names) {
     Object.assign(this, { figure, painter, names });
-    this.canvas = figure.querySelector("canvas");
+    this.canvas = figure.querySelector("canvas.map");
     this.tip = figure.querySelector(".tip");
     this.told = figure.querySelector(".told");
     this.top = 0; // of the rows in view

@@ -82,7 +82,7 @@ const Lines = {
     if (!figure) {
       return;
     }
-    const plot = { element: figure.querySelector(".lines"), isDrawn: false, ...options };
+    const plot = { element: figure.querySelector(".line-plot"), isDrawn: false, ...options };
     Lines.plots.push(plot);
     Lines.watcher.observe(plot.element);
   },

@@ -139,6 +139,7 @@ const Report = {
     Report.training();
     META.runs.forEach((_, run) => Report.control(run));
     await Report.choose(0);
+    await new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve))); // plots in sight
     performance.mark("drawn");
     document.documentElement.dataset.state = "drawn";
   },
