@@ -59,6 +59,10 @@ VERBS = {
         "gnmr_megatron.cli.convert",
         "Hugging Face's LLaMA folders to checkpoints and back",
     ),
+    "report": (
+        "gnmr_megatron.cli.report",
+        "show what runs did as one HTML page",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 
