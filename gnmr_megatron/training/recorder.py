@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from gnmr_megatron.analysis.report import write_report
 from gnmr_megatron.control.controller import Decision
 from gnmr_megatron.control.schedules import value_at
 from gnmr_megatron.control.statistics import IntArray
@@ -164,7 +165,10 @@ class RunRecorder:
             log=log,
             matrix=matrix,
             trackers=make_trackers(
-                folder.path, config.tracking, run_config=dataclasses.asdict(config)
+                folder.path,
+                config.tracking,
+                run_config=dataclasses.asdict(config),
+                write_report=write_report,
             ),
         )
         recorder._record(

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,13 +17,13 @@ from gnmr_megatron.observability.events import StartEvent, StepEvent, read_event
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
 from gnmr_megatron.precision.config import PrecisionConfig
 from tests.conftest import ROOT, run_cli
-from tests.references.wandb_file import history
+from tests.references.wandb_file import history, read_records
 
 README = (ROOT / "README.md").read_text()
 SMALL = [
     "--model.hidden_size=64", "--model.ffn_hidden_size=128", "--precision.group_size=32", "--train.steps=6",
     "--train.global_batch_size=8", "--train.micro_batch_size=2", "--train.eval_samples=8", "--optimizer.warmup_steps=2",
-    "--data.train_samples=1000", "--tracking.tensorboard=true",
+    "--data.train_samples=1000", "--tracking.tensorboard=true", "--tracking.wandb_report=true",
 ]  # fmt: skip
 
 
@@ -125,6 +126,15 @@ def test_the_run_folder_holds_what_the_readme_lists(typed, clone):
     ]
     assert logged == [[1, 2, 3, 4, 5, 6], [7, 8]]
     assert len({path.name for path in parts}) == 1
+    artifacts = [
+        record.artifact
+        for path in parts
+        for record in read_records(path)
+        if record.WhichOneof("record_type") == "artifact" and record.artifact.type == "report"
+    ]
+    reports = [Path(entry.local_path) for a in artifacts for entry in a.manifest.contents]
+    assert len(reports) == 2  # one for each attempt
+    assert all(path.read_text().startswith("<!doctype html>") for path in reports)
     board = EventAccumulator(str(run / "tensorboard")).Reload()
     assert [scalar.step for scalar in board.Scalars("train/loss")] == list(range(1, 9))
     for line in (run / "events.jsonl").read_text().splitlines():
