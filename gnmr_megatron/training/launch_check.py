@@ -63,7 +63,7 @@ def node_facts(config: RunConfig, *, world_size: int) -> dict[str, str]:
             facts[package] = "not installed"
     facts.update(_flat(dataclasses.asdict(config)))
     facts["tokenizer"] = data.tokenizer_fingerprint[:16]
-    for prefix in data.prefixes:
+    for prefix in (*data.prefixes, *data.mask_prefixes):
         facts[f"data in {prefix}"] = data_hash(prefix)
     return facts
 

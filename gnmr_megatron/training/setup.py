@@ -84,6 +84,11 @@ def set_up(config: RunConfig) -> Trainer:
     data = describe_datasets(config.data)
     validate(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), vocab_size=data.vocab_size)
     plans = plan_units(config.model, config.precision)
+    if data.kind == "instruction" and uses_te(plans):
+        raise ConfigError(
+            "data.datasets: instruction data is packed, and the attention of te_* paths would see across examples; "
+            "take other precision.low and precision.recovery paths"
+        )
     engine = _engine(config, plans)
     device = start_process_groups(
         config.parallel, seed=config.seed, timeout=timedelta(minutes=config.train.timeout_minutes)
