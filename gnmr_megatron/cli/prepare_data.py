@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gnmr_megatron.data.corpus import Fields
+from gnmr_megatron.data.instruction.options import (
+    InstructionOptions,
+    chat_template,
+    tokenizer_file,
+)
 from gnmr_megatron.data.prepare import PreparedData, PrepareRequest, prepare
+from gnmr_megatron.errors import DataError
 
 EPILOG = """\
 inputs: files or folders of .txt .md .rst .py (a document each), .jsonl (a document a line) and .parquet (a document
@@ -23,18 +29,24 @@ a row); all but Parquet also as .gz or .zst. `-` is standard input, one document
 examples:
   gnmr-megatron prepare-data stdlib: --output data/stdlib --vocab-size 2048
   gnmr-megatron prepare-data books/ news.jsonl.zst --output data/mix --vocab-size 32000 --workers 16
-  gnmr-megatron prepare-data more.parquet --parquet-column content --tokenizer data/mix/tokenizer.model \\
-      --output data/more
+  gnmr-megatron prepare-data more.parquet --parquet-column content --tokenizer-from data/mix --output data/more
+  gnmr-megatron prepare-data chat.jsonl --format chat --tokenizer-from data/mix --sequence-length 2048 \\
+      --output data/chat
 """
 
 
 def run(arguments: Sequence[str]) -> int:
     """Prepare a dataset and tell about it."""
     options = _parser().parse_args(arguments)
+    tokenizer = (
+        options.tokenizer
+        if options.tokenizer_from is None
+        else tokenizer_file(options.tokenizer_from)
+    )
     request = PrepareRequest(
         inputs=tuple(options.inputs),
         output=options.output,
-        tokenizer=options.tokenizer,
+        tokenizer=tokenizer,
         vocab_size=options.vocab_size,
         fields=Fields(
             json_key=options.json_key or "text",
@@ -45,6 +57,7 @@ def run(arguments: Sequence[str]) -> int:
         max_bad=options.max_bad,
         max_documents=options.max_documents,
         overwrite=options.overwrite,
+        instruction=_instruction(options, tokenizer),
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
@@ -62,9 +75,27 @@ def run(arguments: Sequence[str]) -> int:
     print(
         json.dumps(_plain(result))
         if options.json
-        else _text(result, options.vocab_size if options.tokenizer is None else 0)
+        else _text(result, options.vocab_size if tokenizer is None else 0)
     )
     return 0
+
+
+def _instruction(options: argparse.Namespace, tokenizer: Path | None) -> InstructionOptions | None:
+    """How to read conversations; None for text."""
+    if options.format == "text":
+        for name in ("chat_template", "sequence_length", "too_long"):
+            if getattr(options, name) is not None:
+                raise DataError(f"--{name.replace('_', '-')}: is for --format chat")
+        return None
+    template, special_tokens = chat_template(
+        options.chat_template, (tokenizer or Path("tokenizer")).parent
+    )
+    return InstructionOptions(
+        template=template,
+        special_tokens=special_tokens,
+        sequence_length=options.sequence_length,
+        too_long=options.too_long or "truncate",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,9 +110,29 @@ def _parser() -> argparse.ArgumentParser:
     add("inputs", nargs="+", metavar="INPUT", help="file, folder, - or stdlib:")
     add("--output", type=Path, required=True, help="folder to write")
     add(
+        "--format",
+        choices=["text", "chat"],
+        default="text",
+        help="chat: JSON lines of messages, or of prompt and completion (default: text)",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--tokenizer",
         type=Path,
         help="sentencepiece model or tokenizer.json to use; default: train one",
+    )
+    which.add_argument(
+        "--tokenizer-from", type=Path, help="prepared dataset or tokenizer folder whose one to use"
+    )
+    add(
+        "--chat-template",
+        help="Jinja2 template, or a file of one; default: that of the tokenizer's folder, or a plain one",
+    )
+    add("--sequence-length", type=int, help="most tokens of an example of a chat (default: any)")
+    add(
+        "--too-long",
+        choices=["truncate", "drop"],
+        help="what to do with longer examples: cut off the end (default), or leave them out",
     )
     add(
         "--vocab-size",
@@ -131,11 +182,20 @@ def _text(result: PreparedData, wanted_vocab_size: int) -> str:
         if result.is_reused
         else f"written in {result.seconds:.1f} s"
     )
+    is_chat = manifest.kind == "instruction"
+    records = "examples" if is_chat else "documents"
     lines = [
         f"{result.folder}: {how}",
-        f"  {manifest.documents:,} documents, {manifest.text_bytes / 1e6:,.1f} MB, {manifest.tokens:,} tokens, "
+        f"  {manifest.documents:,} {records}, {manifest.text_bytes / 1e6:,.1f} MB, {manifest.tokens:,} tokens, "
         f"vocabulary {manifest.vocab_size:,}",
     ]
+    if is_chat:
+        lines.append(
+            f"  {manifest.completion_tokens:,} tokens count in the loss; the longest example needs "
+            f"--data.sequence_length {manifest.longest}"
+        )
+    if manifest.truncated:
+        lines.append(f"  {manifest.truncated:,} examples lost their end: they were too long")
     if manifest.vocab_size < wanted_vocab_size:
         lines.append(
             f"  the text supports a vocabulary of {manifest.vocab_size:,}, not {wanted_vocab_size:,}"
@@ -144,6 +204,8 @@ def _text(result: PreparedData, wanted_vocab_size: int) -> str:
         "empty documents": manifest.empty_documents,
         "unreadable records": manifest.bad_records,
         "files of other types": result.other_files,
+        "examples that are too long": manifest.too_long,
+        "examples with no completion within the length": manifest.without_completion,
     }
     if any(left_out.values()):
         lines.append(

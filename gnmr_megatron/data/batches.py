@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,12 +22,32 @@ class Batch:
         labels: int64 [micro_batch, sequence]; the tokens, one place on.
         loss_mask: float32 [micro_batch, sequence]; 0 where a label does not count.
         position_ids: int64 [micro_batch, sequence].
+        segments: int64 [micro_batch, sequence]; the example of a packed sequence that a token belongs to. None where
+            a sequence is one text.
     """
 
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
     position_ids: Tensor
+    segments: Tensor | None = None
+
+    def attention_mask(self, rank: int, size: int) -> Tensor | None:
+        """Which keys of the whole sequence are hidden from the queries of a context-parallel rank; None for causal.
+
+        Of a batch that is still whole.
+
+        Returns:
+            bool [micro_batch, 1, queries, keys], True where hidden: what comes later, and other examples. Keys are
+            in the order in which the ranks hold them.
+        """
+        if self.segments is None:
+            return None
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)[None]
+        order = [_share(places, each, size)[0] for each in range(size)]
+        queries, keys = order[rank], torch.cat(order)
+        same = self.segments[:, queries, None] == self.segments[:, None, keys]
+        return ~(same & (queries[:, None] >= keys))[:, None]
 
     def of_context_rank(self, rank: int, size: int) -> Batch:
         """What a context-parallel rank computes of each sequence.
@@ -37,17 +57,30 @@ class Batch:
         """
         if size == 1:
             return self
-        pieces = [part.chunk(2 * size, dim=1) for part in self._parts()]
-        return Batch(*(torch.cat((p[rank], p[2 * size - 1 - rank]), dim=1) for p in pieces))
+        return self._of_parts(lambda part: _share(part, rank, size))
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
         if self.tokens.device == device:
             return self
-        return Batch(*(part.to(device, non_blocking=True) for part in self._parts()))
+        return self._of_parts(lambda part: part.to(device, non_blocking=True))
 
-    def _parts(self) -> tuple[Tensor, ...]:
-        return (self.tokens, self.labels, self.loss_mask, self.position_ids)
+    def _of_parts(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(
+            change(self.tokens),
+            change(self.labels),
+            change(self.loss_mask),
+            change(self.position_ids),
+            None if self.segments is None else change(self.segments),
+        )
+
+
+def _share(part: Tensor, rank: int, size: int) -> Tensor:
+    """What a context-parallel rank holds of [micro_batch, sequence]."""
+    if size == 1:
+        return part
+    pieces = part.chunk(2 * size, dim=1)
+    return torch.cat((pieces[rank], pieces[2 * size - 1 - rank]), dim=1)
 
 
 class GivesBatches(Protocol):
@@ -58,12 +91,10 @@ class GivesBatches(Protocol):
 
 
 def _collate(samples: Sequence[dict[str, Tensor]]) -> Batch:
-    return Batch(
-        *(
-            torch.stack([s[key] for s in samples])
-            for key in ("tokens", "labels", "loss_mask", "position_ids")
-        )
-    )
+    keys = ["tokens", "labels", "loss_mask", "position_ids"]
+    if "segments" in samples[0]:
+        keys.append("segments")
+    return Batch(*(torch.stack([s[key] for s in samples]) for key in keys))
 
 
 class TrainBatches:

@@ -7,8 +7,8 @@ import io
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -63,6 +63,21 @@ class BadRecord:
         return f"{self.file}:{self.line}: {self.reason}"
 
 
+@dataclass(frozen=True)
+class JsonRecord:
+    """The value of one line of JSON lines.
+
+    Attributes:
+        file: where it is.
+        line: 1-based line.
+        value: what the JSON says.
+    """
+
+    file: str
+    line: int
+    value: Any
+
+
 Record = Document | EmptyDocument | BadRecord
 
 
@@ -81,17 +96,18 @@ class Fields:
     stdin_is_jsonl: bool = False
 
 
-def find_files(source: str) -> tuple[list[Path], int]:
+def find_files(source: str, kinds: Sequence[str] = KNOWN) -> tuple[list[Path], int]:
     """Files of a source in a fixed order, and how many others a folder holds.
 
     Args:
         source: a file, a folder (searched recursively for known types), or `stdlib:` for the source text of
             Python's own standard library.
+        kinds: suffixes of the known types.
 
     Raises:
         DataError: it does not exist, is of no known type, or holds no file of one.
     """
-    if source == STDLIB:
+    if source == STDLIB and ".py" in kinds:
         root = Path(sysconfig.get_paths()["stdlib"])
         return sorted(
             path
@@ -101,17 +117,17 @@ def find_files(source: str) -> tuple[list[Path], int]:
     path = Path(source)
     if path.is_dir():
         files = sorted(item for item in path.rglob("*") if item.is_file())
-        known = [item for item in files if _kind(item) is not None]
+        known = [item for item in files if _kind(item) in kinds]
         if not known:
             raise DataError(
-                f"{source}: the folder holds no file of a known type ({', '.join(KNOWN)})"
+                f"{source}: the folder holds no file of a known type ({', '.join(kinds)})"
             )
         return known, len(files) - len(known)
     if not path.exists():
         raise DataError(f"{source}: does not exist")
-    if _kind(path) is None:
+    if _kind(path) not in kinds:
         raise DataError(
-            f"{source}: is of no known type ({', '.join(KNOWN)}, each also as .gz or .zst but Parquet)"
+            f"{source}: is of no known type ({', '.join(kinds)}, each also as .gz or .zst but Parquet)"
         )
     return [path], 0
 
@@ -126,13 +142,23 @@ def read_file(path: Path, fields: Fields) -> Iterator[Record]:
     if kind == ".parquet":
         yield from _read_parquet(path, fields.parquet_column)
         return
-    try:
-        with closing(_open(path)) as stream:
-            yield from _read_stream(
-                stream, str(path), is_jsonl=kind == ".jsonl", json_key=fields.json_key
-            )
-    except (OSError, EOFError, zstandard.ZstdError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+    with _reading(path) as stream:
+        yield from _read_stream(
+            stream, str(path), is_jsonl=kind == ".jsonl", json_key=fields.json_key
+        )
+
+
+def read_json_lines(path: Path | None) -> Iterator[JsonRecord | BadRecord]:
+    """Values of a file of JSON lines, or of standard input for None; empty lines are passed over.
+
+    Raises:
+        DataError: the file as a whole cannot be read.
+    """
+    if path is None:
+        yield from _json_lines(sys.stdin.buffer, "standard input")
+        return
+    with _reading(path) as stream:
+        yield from _json_lines(stream, str(path))
 
 
 def read_stdin(fields: Fields) -> Iterator[Record]:
@@ -151,6 +177,15 @@ def _kind(path: Path) -> str | None:
     return path.suffix if path.suffix in KNOWN else None
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with closing(_open(path)) as stream:
+            yield stream
+    except (OSError, EOFError, zstandard.ZstdError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+
+
 def _open(path: Path) -> IO[bytes]:
     if path.suffix == ".gz":
         return gzip.open(path)  # type: ignore[return-value]  # GzipFile is a stream of bytes
@@ -166,9 +201,8 @@ def _read_stream(
     stream: IO[bytes], name: str, *, is_jsonl: bool, json_key: str
 ) -> Iterator[Record]:
     if is_jsonl:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield _json_record(line, name, number, json_key)
+        for record in _json_lines(stream, name):
+            yield record if isinstance(record, BadRecord) else _text_of(record, json_key)
         return
     data = stream.read()
     try:
@@ -179,16 +213,22 @@ def _read_stream(
         )
 
 
-def _json_record(line: bytes, name: str, number: int, key: str) -> Record:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        return BadRecord(name, number, f"is not UTF-8 ({error.reason})")
-    except ValueError as error:
-        return BadRecord(name, number, f"is not JSON ({error})")
-    if not isinstance(record, dict) or not isinstance(record.get(key), str):
-        return BadRecord(name, number, f"has no text under the key '{key}'")
-    return _document(record[key])
+def _json_lines(stream: IO[bytes], name: str) -> Iterator[JsonRecord | BadRecord]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            try:
+                yield JsonRecord(name, number, json.loads(line.decode("utf-8")))
+            except UnicodeDecodeError as error:
+                yield BadRecord(name, number, f"is not UTF-8 ({error.reason})")
+            except (ValueError, RecursionError) as error:
+                yield BadRecord(name, number, f"is not JSON ({error})")
+
+
+def _text_of(record: JsonRecord, key: str) -> Record:
+    value = record.value
+    if not isinstance(value, dict) or not isinstance(value.get(key), str):
+        return BadRecord(record.file, record.line, f"has no text under the key '{key}'")
+    return _document(value[key])
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[Record]:

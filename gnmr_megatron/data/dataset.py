@@ -12,6 +12,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from gnmr_megatron.data.config import DataConfig
+from gnmr_megatron.data.instruction.dataset import PackedExamples
 from gnmr_megatron.data.manifest import CACHE, DatasetInfo
 from gnmr_megatron.data.tokenizer import DatasetTokenizer
 from gnmr_megatron.errors import DataError
@@ -40,6 +41,14 @@ def open_datasets(
     Raises:
         DataError: a split holds no document.
     """
+    if info.kind == "instruction":
+        parts = {"training": train_samples, "held-out": valid_samples}
+        return Datasets(
+            *(
+                PackedExamples.of(config, info, part=part, num_samples=samples, seed=seed)
+                for part, samples in parts.items()
+            )
+        )
     prefixes = [str(prefix) for prefix in info.prefixes]
     settings = GPTDatasetConfig(
         random_seed=seed,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from gnmr_megatron.data.config import DataConfig
 from gnmr_megatron.data.tokenizer import load_tokenizer
@@ -15,7 +17,10 @@ MANIFEST = "manifest.json"
 PREFIX = "text"
 CACHE = "index_cache"
 """Folder beside the first dataset in which the order of samples is kept."""
+MASK_PREFIX = "completion"
 SCHEMA_VERSION = 1
+
+DatasetKind = Literal["text", "instruction"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +39,12 @@ class Manifest:
         empty_documents: documents left out because they hold no text.
         bad_records: records left out because they cannot be read.
         file_bytes: size of each file of the dataset.
+        kind: `text`, or `instruction` for examples with a mask of what the model is to write. The rest is of those.
+        completion_tokens: tokens that count in the loss.
+        longest: most places that an example takes in a sequence, one less than its tokens.
+        truncated: examples whose end was cut off.
+        too_long: examples left out because they are too long.
+        without_completion: examples left out because nothing in them counts in the loss.
     """
 
     request: str
@@ -48,6 +59,12 @@ class Manifest:
     bad_records: int
     file_bytes: dict[str, int]
     schema_version: int = SCHEMA_VERSION
+    kind: DatasetKind = "text"
+    completion_tokens: int = 0
+    longest: int = 0
+    truncated: int = 0
+    too_long: int = 0
+    without_completion: int = 0
 
     def write(self, folder: Path) -> None:
         """Write into a dataset's folder."""
@@ -63,12 +80,21 @@ class DatasetInfo:
         tokenizer_fingerprint: hash of the tokenizer.
         vocab_size: size of the vocabulary.
         eod: id that ends a document.
+        kind: of all of them.
     """
 
     prefixes: tuple[Path, ...]
     tokenizer_fingerprint: str
     vocab_size: int
     eod: int
+    kind: DatasetKind = "text"
+
+    @property
+    def mask_prefixes(self) -> tuple[Path, ...]:
+        """Prefix of each instruction dataset's mask; none for text."""
+        if self.kind == "text":
+            return ()
+        return tuple(prefix.with_name(MASK_PREFIX) for prefix in self.prefixes)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -132,5 +158,34 @@ def describe_datasets(config: DataConfig) -> DatasetInfo:
                 f"--tokenizer {config.tokenizer or Path(wanted) / manifest.tokenizer}"
             )
     return DatasetInfo(
-        prefixes=tuple(prefixes), tokenizer_fingerprint=fingerprint, vocab_size=vocab_size, eod=eod
+        prefixes=tuple(prefixes),
+        tokenizer_fingerprint=fingerprint,
+        vocab_size=vocab_size,
+        eod=eod,
+        kind=_kind(config, manifests),
     )
+
+
+def _kind(config: DataConfig, manifests: Mapping[str, Manifest]) -> DatasetKind:
+    """What all datasets are, with the checks of instruction data."""
+    instruction = [name for name, manifest in manifests.items() if manifest.kind == "instruction"]
+    if not instruction:
+        return "text"
+    others = [name for name in config.datasets if name not in instruction]
+    if others:
+        raise DataError(
+            f"data.datasets: {instruction[0]} is instruction data, but {others[0]} is text; train on one after the "
+            "other"
+        )
+    if config.weights is not None:
+        raise DataError(
+            "data.weights: instruction datasets are taken by their sizes; set it to null"
+        )
+    for name in instruction:
+        longest = manifests[name].longest
+        if longest > config.sequence_length:
+            raise DataError(
+                f"data.sequence_length: {config.sequence_length} is shorter than the longest example of {name} "
+                f"({longest}); raise it, or prepare the data again with --sequence-length {config.sequence_length}"
+            )
+    return "instruction"

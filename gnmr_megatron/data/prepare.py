@@ -8,16 +8,13 @@ import json
 import random
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 from gnmr_megatron.data.corpus import (
+    KNOWN,
     STDIN,
     BadRecord,
     Document,
@@ -28,13 +25,15 @@ from gnmr_megatron.data.corpus import (
     read_file,
     read_stdin,
 )
+from gnmr_megatron.data.instruction.options import InstructionOptions
+from gnmr_megatron.data.instruction.writing import INPUT_KINDS, write_examples
 from gnmr_megatron.data.manifest import MANIFEST, PREFIX, Manifest, read_manifest
+from gnmr_megatron.data.tally import SHOWN_BAD_RECORDS, Tally, too_many_bad
 from gnmr_megatron.data.tokenizer import Tokenizer, file_hash, load_tokenizer, train_sentencepiece
+from gnmr_megatron.data.workers import map_batches
 from gnmr_megatron.errors import DataError
 
-BATCH_DOCUMENTS = 64
 TOKENIZER_SAMPLE_BYTES = 4_000_000
-SHOWN_BAD_RECORDS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +50,7 @@ class PrepareRequest:
         max_bad: records that may be unreadable.
         max_documents: stop after so many documents; None for all.
         overwrite: replace a folder that was made from another request.
+        instruction: how to read conversations; None for text.
     """
 
     inputs: tuple[str, ...]
@@ -62,6 +62,7 @@ class PrepareRequest:
     max_bad: int = 0
     max_documents: int | None = None
     overwrite: bool = False
+    instruction: InstructionOptions | None = None
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -96,15 +97,6 @@ class PreparedData:
     seconds: float
 
 
-@dataclass
-class _Tally:
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
-    empty: int = 0
-    bad: list[BadRecord] = field(default_factory=list)
-
-
 def prepare(
     request: PrepareRequest, *, on_progress: Callable[[int, int], None] = lambda done, total: None
 ) -> PreparedData:
@@ -119,7 +111,7 @@ def prepare(
             something else.
     """
     started = time.monotonic()
-    files, other_files = _find_all(request.inputs)
+    files, other_files = _find_all(request)
     fingerprint = _fingerprint(request, files)
     existing = _existing(request, fingerprint)
     if existing is not None:
@@ -139,8 +131,9 @@ def prepare(
         raise DataError(f"--output: {request.output} cannot be written: {error}") from error
     try:
         tokenizer = _tokenizer(request, files, partial)
-        tally = _write_dataset(request, files, tokenizer, partial, on_progress)
+        tally = _write(request, files, tokenizer, partial, on_progress)
         manifest = Manifest(
+            kind="text" if request.instruction is None else "instruction",
             request=fingerprint,
             tokenizer=tokenizer.path.name,
             tokenizer_fingerprint=tokenizer.fingerprint,
@@ -151,6 +144,11 @@ def prepare(
             text_bytes=tally.text_bytes,
             empty_documents=tally.empty,
             bad_records=len(tally.bad),
+            completion_tokens=tally.completion_tokens,
+            longest=tally.longest,
+            truncated=tally.truncated,
+            too_long=tally.too_long,
+            without_completion=tally.without_completion,
             file_bytes={path.name: path.stat().st_size for path in sorted(partial.iterdir())},
         )
         manifest.write(partial)
@@ -167,11 +165,12 @@ def prepare(
     )
 
 
-def _find_all(inputs: tuple[str, ...]) -> tuple[list[Path], int]:
+def _find_all(request: PrepareRequest) -> tuple[list[Path], int]:
     """Files of all inputs in order, standard input left out, and the number of other files in folders."""
-    if STDIN in inputs and len(inputs) > 1:
+    if STDIN in request.inputs and len(request.inputs) > 1:
         raise DataError("-: standard input cannot be mixed with other inputs")
-    found = [find_files(source) for source in inputs if source != STDIN]
+    kinds = KNOWN if request.instruction is None else INPUT_KINDS
+    found = [find_files(source, kinds) for source in request.inputs if source != STDIN]
     return [path for files, _ in found for path in files], sum(others for _, others in found)
 
 
@@ -180,6 +179,8 @@ def _fingerprint(request: PrepareRequest, files: list[Path]) -> str:
     options = dataclasses.asdict(request)
     for name in ("output", "overwrite", "workers", "inputs"):
         options.pop(name)
+    if request.instruction is None:
+        options.pop("instruction")
     options["tokenizer"] = file_hash(request.tokenizer) if request.tokenizer else None
     options["files"] = [
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files
@@ -219,6 +220,11 @@ def _records(request: PrepareRequest, files: list[Path]) -> Iterator[Record]:
 
 def _tokenizer(request: PrepareRequest, files: list[Path], folder: Path) -> Tokenizer:
     """Copy or train the tokenizer into the folder."""
+    if request.tokenizer is None and request.instruction is not None:
+        raise DataError(
+            "--format chat: needs the tokenizer of the model that is tuned; name its dataset or folder with "
+            "--tokenizer-from, or its file with --tokenizer"
+        )
     if request.tokenizer is not None:
         source = load_tokenizer(request.tokenizer)
         target = folder / ("tokenizer.json" if source.path.suffix == ".json" else "tokenizer.model")
@@ -248,24 +254,45 @@ def _sample_lines(request: PrepareRequest, files: list[Path]) -> Iterator[str]:
                 return
 
 
-def _write_dataset(
+def _write(
     request: PrepareRequest,
     files: list[Path],
     tokenizer: Tokenizer,
     folder: Path,
     on_progress: Callable[[int, int], None],
-) -> _Tally:
+) -> Tally:
+    if request.instruction is None:
+        return _write_documents(request, files, tokenizer, folder, on_progress)
+    return write_examples(
+        [None] if STDIN in request.inputs else files,
+        request.instruction,
+        tokenizer,
+        folder,
+        workers=request.workers,
+        max_bad=request.max_bad,
+        max_examples=request.max_documents,
+        on_progress=on_progress,
+    )
+
+
+def _write_documents(
+    request: PrepareRequest,
+    files: list[Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    on_progress: Callable[[int, int], None],
+) -> Tally:
     # imported here: megatron-core brings torch, which a refused request does not need
     from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
-    tally = _Tally()
+    tally = Tally()
     prefix = folder / PREFIX
     builder = IndexedDatasetBuilder(
         str(prefix.with_suffix(".bin")), dtype=DType.optimal_dtype(tokenizer.vocab_size)
     )
-    batches = _batches(_counted(_records(request, files), request, tally))
+    texts = _counted(_records(request, files), request, tally)
     with closing(builder.data_file):
-        for documents in _encoded(batches, tokenizer.path, request.workers):
+        for documents in map_batches(texts, _EncodeTexts, tokenizer.path, workers=request.workers):
             for ids in documents:
                 builder.add_document([*ids, tokenizer.eod], [len(ids) + 1])
                 tally.documents += 1
@@ -279,7 +306,7 @@ def _write_dataset(
     return tally
 
 
-def _counted(records: Iterator[Record], request: PrepareRequest, tally: _Tally) -> Iterator[str]:
+def _counted(records: Iterator[Record], request: PrepareRequest, tally: Tally) -> Iterator[str]:
     """Texts of the documents; empty and bad records are counted, the latter up to the limit."""
     taken = 0
     for record in records:
@@ -288,11 +315,7 @@ def _counted(records: Iterator[Record], request: PrepareRequest, tally: _Tally) 
         elif isinstance(record, BadRecord):
             tally.bad.append(record)
             if len(tally.bad) > request.max_bad:
-                shown = "\n".join(f"  {bad}" for bad in tally.bad[:SHOWN_BAD_RECORDS])
-                raise DataError(
-                    f"more than {request.max_bad} records cannot be read:\n{shown}\n"
-                    "mend them, or skip up to N with --max-bad N"
-                )
+                raise too_many_bad(tally, request.max_bad)
         else:
             tally.text_bytes += len(record.text.encode())
             yield record.text
@@ -301,47 +324,14 @@ def _counted(records: Iterator[Record], request: PrepareRequest, tally: _Tally) 
                 return
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == BATCH_DOCUMENTS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+class _EncodeTexts:
+    """Ids of texts."""
 
+    def __init__(self, tokenizer: Path) -> None:
+        self._tokenizer = load_tokenizer(tokenizer)
 
-_worker: dict[str, Any] = {}
-
-
-def _start_worker(tokenizer: Path) -> None:
-    _worker["tokenizer"] = load_tokenizer(tokenizer)
-
-
-def _encode_batch(texts: list[str]) -> list[list[int]]:
-    return [_worker["tokenizer"].encode(text) for text in texts]
-
-
-def _encoded(
-    batches: Iterator[list[str]], tokenizer: Path, workers: int
-) -> Iterator[list[list[int]]]:
-    """Ids of the documents in their order; a few batches a worker are in memory at once."""
-    if workers <= 1:
-        _start_worker(tokenizer)
-        yield from map(_encode_batch, batches)
-        return
-    pool = ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(tokenizer,)
-    )
-    with pool:
-        pending: deque[Future[list[list[int]]]] = deque()
-        for batch in batches:
-            pending.append(pool.submit(_encode_batch, batch))
-            if len(pending) > 4 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+    def __call__(self, batch: list[str], /) -> list[list[int]]:
+        return [self._tokenizer.encode(text) for text in batch]
 
 
 def _put_in_place(partial: Path, output: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,9 +27,14 @@ class Tokenizer(Protocol):
     fingerprint: str
     """Hash of the tokenizer's file."""
     path: Path
+    special_tokens: dict[str, int]
+    """Tokens that no text is encoded to, such as the end of a document, by how they are written."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, without any added at its ends."""
+
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text that others come before: no space is put ahead of it, and special tokens are plain text."""
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids."""
@@ -45,11 +50,20 @@ class SentencePieceTokenizer:
         self.eod = self._model.eos_id()
         self.eod_token = self._model.id_to_piece(self.eod) if self.eod >= 0 else ""
         self.fingerprint = file_hash(path)
+        self.special_tokens = {
+            self._model.id_to_piece(identifier): identifier
+            for identifier in range(self.vocab_size)
+            if self._model.is_control(identifier)
+        }
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
         ids: list[int] = self._model.encode(text)
         return ids
+
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text that others come before."""
+        return _without_space_ahead(self.encode, text)
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids."""
@@ -74,16 +88,40 @@ class HuggingFaceTokenizer:
                 f"{path}: has none of the end-of-document tokens {', '.join(END_OF_DOCUMENT)}; add one"
             )
         self.eod_token, self.eod = known[0]
+        self.special_tokens = {
+            token.content: identifier
+            for identifier, token in self._model.get_added_tokens_decoder().items()
+            if token.special
+        }
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""
         ids: list[int] = self._model.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text that others come before."""
+        self._model.encode_special_tokens = True  # as the text that they are
+        try:
+            return _without_space_ahead(self.encode, text)
+        finally:
+            self._model.encode_special_tokens = False
+
     def decode(self, ids: list[int]) -> str:
         """Text of ids."""
         text: str = self._model.decode(ids)
         return text
+
+
+def _without_space_ahead(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """Ids of a text, without the space that some models put ahead of every text."""
+    if not text:
+        return []
+    before = encode("\n")
+    if encode("\nx")[len(before) :] == encode("x"):
+        return encode(text)
+    joined = encode("\n" + text)
+    return joined[len(before) :] if joined[: len(before)] == before else encode(text)
 
 
 class DatasetTokenizer:

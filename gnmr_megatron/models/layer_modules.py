@@ -31,7 +31,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class CausalAttention(MegatronModule):
-    """Causal core attention on torch's scaled_dot_product_attention; no dropout, no packed sequences.
+    """Causal core attention on torch's scaled_dot_product_attention; no dropout.
 
     Under context parallelism each rank gathers keys and values of the whole sequence for its own queries, which
     takes more memory than passing them around a ring.
@@ -44,19 +44,30 @@ class CausalAttention(MegatronModule):
         self._context = parallel_state.get_context_parallel_group()
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **_: Any
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
     ) -> Tensor:
-        """[sequence, batch, heads, head_size] each (fewer for key, value) to [sequence, batch, hidden]."""
+        """[sequence, batch, heads, head_size] each (fewer for key, value) to [sequence, batch, hidden].
+
+        Args:
+            query: of this rank.
+            key: of this rank.
+            value: of this rank.
+            attention_mask: bool [batch, 1, queries, keys of all ranks], True where hidden, of packed sequences; None
+                hides what comes later.
+        """
         sequence, batch, heads, size = query.shape
-        mask = None
+        mask = None if attention_mask is None else ~attention_mask
         if self._context.size() > 1:
             both = gather_from_sequence_parallel_region(
                 torch.cat((key, value), dim=-1), group=self._context
             )
             key, value = both.split(size, dim=-1)
-            mask = _causal_mask(
-                sequence, self._context.rank(), self._context.size(), device=query.device
-            )
+            if mask is None:
+                mask = _causal_mask(
+                    sequence, self._context.rank(), self._context.size(), device=query.device
+                )
+        if mask is not None:  # no fused kernel takes both a mask and fewer key heads
+            key, value = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (key, value))
         q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.shape[1] != heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import resource
@@ -163,7 +164,7 @@ class FaultInjection:
         shape = batch.tokens.shape
         tokens = torch.randint(self._vocab_size, shape, generator=generator)
         labels = torch.randint(self._vocab_size, shape, generator=generator)
-        return Batch(tokens, labels, batch.loss_mask, batch.position_ids)
+        return dataclasses.replace(batch, tokens=tokens, labels=labels)
 
 
 class _Burst:

@@ -64,7 +64,7 @@ def node_facts(config: RunConfig, *, world_size: int) -> dict[str, str]:
     facts["tokenizer"] = data.tokenizer_fingerprint[:16]
     if initial is not None:
         facts["init_from (checkpoint.json)"] = file_hash(initial / DESCRIPTION)[:16]
-    for prefix in data.prefixes:
+    for prefix in (*data.prefixes, *data.mask_prefixes):
         facts[f"data in {prefix}"] = data_hash(prefix)
     return facts
 

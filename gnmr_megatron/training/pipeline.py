@@ -134,8 +134,10 @@ class PipelinedModel:
     def _forward_step(
         self, iterator: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[Tensor, Any]:
-        batch = next(iterator).of_context_rank(*self._context).to(self._device)
-        output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+        whole = next(iterator).to(self._device)
+        batch = whole.of_context_rank(*self._context)
+        hidden = whole.attention_mask(*self._context)
+        output = model(batch.tokens, batch.position_ids, hidden, labels=batch.labels)
 
         def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             total, tokens = (losses.float() * batch.loss_mask).sum(), batch.loss_mask.sum()

@@ -80,6 +80,11 @@ def set_up(config: RunConfig) -> Trainer:
     if config.resume is None:
         initial_weights(config, data)
     plans = plan_units(config.model, config.precision)
+    if data.kind == "instruction" and uses_te(plans):
+        raise ConfigError(
+            "data.datasets: instruction data is packed, and the attention of te_* paths would see across examples; "
+            "take other precision.low and precision.recovery paths"
+        )
     engine = checked_engine(config, plans)
     device = start_process_groups(
         config.parallel, seed=config.seed, timeout=timedelta(minutes=config.train.timeout_minutes)

@@ -15,7 +15,7 @@ import numpy as np
 
 from gnmr_megatron.observability.events import EvaluationEvent, StepEvent, read_events
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
-from tests.conftest import TINY, options, prepare_tiny_dataset
+from tests.conftest import TINY, options, prepare_tiny_dataset, run_cli
 
 TP2 = {"parallel.tensor_model_parallel_size": 2}
 TP4 = {"parallel.tensor_model_parallel_size": 4}
@@ -114,6 +114,11 @@ MODES = {  # of INT4, on one process
         for recompute in ("none", "core_attn", "full")
     },
 }
+INSTRUCTION = {  # layouts on packed examples, whose completions differ in length
+    1: {"one": {}},
+    2: {"dp2": {}, "dp2_sharded_gather": SHARDED | OVERLAP | GATHER, "cp2": CP2, "pp2": PP2},
+    4: {"tp2_cp2_sp": TP2 | CP2 | SP},
+}
 PAIRS = [(precision, layout) for precision, names in CHECKED.items() for layout in names]
 
 
@@ -150,6 +155,41 @@ def matrix_cases(world_size, runs_dir, dataset):
         for precision, settings in PRECISIONS.items()
         for name, layout in LAYOUTS[world_size].items()
         if name == "one" or name in CHECKED[precision]
+    ]
+
+
+def prepare_chats(folder, tokenizer_from):
+    """An instruction dataset of conversations that differ in length."""
+    lines = [
+        {
+            "messages": [
+                {"role": "user", "content": f"count to {n % 9}"},
+                {"role": "assistant", "content": " ".join(map(str, range(n % 9 + 1)))},
+            ]
+        }
+        for n in range(200)
+    ]
+    file = folder.with_suffix(".jsonl")
+    file.write_text("\n".join(map(json.dumps, lines)))
+    how = ("--format", "chat", "--workers", 1, "--tokenizer-from", tokenizer_from)
+    result = run_cli("prepare-data", file, *how, "--output", folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+def instruction_cases(world_size, runs_dir, chats):
+    """The cases of one launch on instruction data."""
+    settings = {
+        "precision.low": "fp32",
+        "precision.recovery": "fp32",
+        "data.sequence_length": 128,
+        "data.split": "90,10,0",
+        "train.steps": 6,
+        "train.eval_interval": 6,
+    }
+    return [
+        case(f"instruction.{name}", settings | layout, runs_dir, chats)
+        for name, layout in INSTRUCTION.get(world_size, {}).items()
     ]
 
 

@@ -11,6 +11,7 @@ from gnmr_megatron.observability.events import StartEvent, StepEvent, read_event
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
 from tests.conftest import TINY
 from tests.distributed.layout_matrix import (
+    INSTRUCTION,
     MATRIX_STEPS,
     PAIRS,
     PRECISIONS,
@@ -114,3 +115,11 @@ def test_recompute_changes_no_bit(runs, path, recompute):
     ours, reference = read_risk_matrix(recomputed), read_risk_matrix(plain)
     np.testing.assert_array_equal(ours.norms, reference.norms)
     assert reference.recovered.any()
+
+
+@pytest.mark.parametrize("layout", [name for layouts in INSTRUCTION.values() for name in layouts])
+def test_packed_examples_train_alike_in_every_layout(runs, layout):
+    """Each completion token counts alike, whichever rank and microbatch it comes to."""
+    found = compare(runs / f"instruction.{layout}", runs / "instruction.one")
+    assert found.steps == 6
+    assert max(found.losses, found.held_out, found.norms) <= 1e-5
