@@ -115,7 +115,7 @@ MODES = {  # of INT4, on one process
     },
 }
 INSTRUCTION = {  # layouts on packed examples, whose completions differ in length
-    1: {"one": {}},
+    1: {"one": {}, "recompute": RECOMPUTE},
     2: {"dp2": {}, "dp2_sharded_gather": SHARDED | OVERLAP | GATHER, "cp2": CP2, "pp2": PP2},
     4: {"tp2_cp2_sp": TP2 | CP2 | SP},
 }

@@ -117,7 +117,9 @@ def test_recompute_changes_no_bit(runs, path, recompute):
     assert reference.recovered.any()
 
 
-@pytest.mark.parametrize("layout", [name for layouts in INSTRUCTION.values() for name in layouts])
+@pytest.mark.parametrize(
+    "layout", [name for layouts in INSTRUCTION.values() for name in layouts if name != "one"]
+)
 def test_packed_examples_train_alike_in_every_layout(runs, layout):
     """Each completion token counts alike, whichever rank and microbatch it comes to."""
     found = compare(runs / f"instruction.{layout}", runs / "instruction.one")

@@ -5,6 +5,7 @@ Templates are data. They are rendered in Jinja's immutable sandbox, without acce
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -133,11 +134,9 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
+def _to_json(value: Any, indent: int | None = None, *, ensure_ascii: bool = False) -> str:
     """JSON as it is, where Jinja's own filter writes it for HTML."""
-    import json
-
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 def _parts(marked: str) -> Iterator[Part]:
