@@ -27,6 +27,8 @@ setup(
         "tokenizers>=0.20",
         "pyarrow>=15",
         "zstandard>=0.22",
+        "jinja2>=3.1",
+        "safetensors>=0.4",
         "wandb>=0.31",
         "pyyaml>=6.0",
         "jsonargparse[signatures]>=4.40",
