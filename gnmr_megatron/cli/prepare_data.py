@@ -85,7 +85,9 @@ def _instruction(options: argparse.Namespace, tokenizer: Path | None) -> Instruc
     if options.format == "text":
         for name in ("chat_template", "sequence_length", "too_long"):
             if getattr(options, name) is not None:
-                raise DataError(f"--{name.replace('_', '-')}: is for --format chat")
+                raise DataError(
+                    f"--{name.replace('_', '-')}: is for --format chat; add that or leave it out"
+                )
         return None
     template, special_tokens = chat_template(
         options.chat_template, (tokenizer or Path("tokenizer")).parent
@@ -107,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="file, folder, - or stdlib:")
+    add("inputs", nargs="+", metavar="INPUT", help="file, folder, - or (text only) stdlib:")
     add("--output", type=Path, required=True, help="folder to write")
     add(
         "--format",
@@ -128,7 +130,11 @@ def _parser() -> argparse.ArgumentParser:
         "--chat-template",
         help="Jinja2 template, or a file of one; default: that of the tokenizer's folder, or a plain one",
     )
-    add("--sequence-length", type=int, help="most tokens of an example of a chat (default: any)")
+    add(
+        "--sequence-length",
+        type=int,
+        help="most tokens of an example, its last one aside (default: any)",
+    )
     add(
         "--too-long",
         choices=["truncate", "drop"],

@@ -107,7 +107,9 @@ def find_files(source: str, kinds: Sequence[str] = KNOWN) -> tuple[list[Path], i
     Raises:
         DataError: it does not exist, is of no known type, or holds no file of one.
     """
-    if source == STDLIB and ".py" in kinds:
+    if source == STDLIB:
+        if ".py" not in kinds:
+            raise DataError(f"{source}: is text, not conversations; leave out --format chat")
         root = Path(sysconfig.get_paths()["stdlib"])
         return sorted(
             path
