@@ -37,6 +37,10 @@ VERBS = {
         "gnmr_megatron.cli.experiment",
         "compare policies and paths over a matrix of runs",
     ),
+    "convert": (
+        "gnmr_megatron.cli.convert",
+        "Hugging Face's LLaMA folders to checkpoints and back",
+    ),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.training.config import RunConfig, validate
 from gnmr_megatron.training.config_files import parse_run, run_parser, with_resume
+from gnmr_megatron.training.initial_weights import initial_weights
 
 DESCRIPTION = """\
 Train a LLaMA with low-precision linears; between steps, GNMR decides which few of them run on the recovery
@@ -22,6 +23,7 @@ examples:
   gnmr-megatron train --config configs/runs/quickstart.yaml
   gnmr-megatron train --config configs/runs/quickstart.yaml --model.num_layers 8 --gnmr.alpha 2.5
   gnmr-megatron train --resume runs/quickstart
+  gnmr-megatron train --config configs/runs/quickstart.yaml --name finetune --init_from runs/quickstart
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
       -m gnmr_megatron train --config configs/runs/llama2_7b.yaml
 
@@ -41,11 +43,14 @@ def run(arguments: Sequence[str]) -> int:
     config, options = parse_run(parser, with_resume(arguments))
     world_size = int(os.environ.get("WORLD_SIZE", "0"))
     if world_size == 0:
+        data = describe_datasets(config.data)
         validate(
             config,
             world_size=config.parallel.default_world_size,
-            vocab_size=describe_datasets(config.data).vocab_size,
+            vocab_size=data.vocab_size,
         )
+        if config.resume is None:
+            initial_weights(config, data)
         if config.parallel.default_world_size > 1:
             from gnmr_megatron.training.launch import start_processes
 

@@ -22,6 +22,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     eod: int
     """Id that ends a document."""
+    eod_token: str
+    """Its text."""
     fingerprint: str
     """Hash of the tokenizer's file."""
     path: Path
@@ -41,6 +43,7 @@ class SentencePieceTokenizer:
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         self.vocab_size = self._model.vocab_size()
         self.eod = self._model.eos_id()
+        self.eod_token = self._model.id_to_piece(self.eod) if self.eod >= 0 else ""
         self.fingerprint = file_hash(path)
 
     def encode(self, text: str) -> list[int]:
@@ -64,13 +67,13 @@ class HuggingFaceTokenizer:
         self._model = tokenizers.Tokenizer.from_file(str(path))
         self.vocab_size = self._model.get_vocab_size()
         self.fingerprint = file_hash(path)
-        ends = [self._model.token_to_id(token) for token in END_OF_DOCUMENT]
-        known = [identifier for identifier in ends if identifier is not None]
+        found = ((token, self._model.token_to_id(token)) for token in END_OF_DOCUMENT)
+        known = [(token, identifier) for token, identifier in found if identifier is not None]
         if not known:
             raise DataError(
                 f"{path}: has none of the end-of-document tokens {', '.join(END_OF_DOCUMENT)}; add one"
             )
-        self.eod = known[0]
+        self.eod_token, self.eod = known[0]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text."""

@@ -11,9 +11,7 @@ import ctypes
 import gc
 import multiprocessing
 import os
-import pickle  # only in _MetadataReader, which refuses all but the classes of .metadata
 import queue
-import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -24,7 +22,6 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
@@ -35,11 +32,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed.checkpoint._traverse import set_element
 
-from gnmr_megatron.errors import CheckpointError
+from gnmr_megatron.distributed.checkpoint_index import (
+    BACKEND,
+    VERSION,
+    check_pickles,
+    write_engine_files,
+)
 
-BACKEND, VERSION = "torch_dist", 1
-METADATA = ".metadata"
-COMMON = "common.pt"
 _EXTRA_STATE = "_extra_state"
 
 # the engine starts a manager process for a queue that is not used here
@@ -104,15 +103,9 @@ class PlannedSave:
         vars(self._metadata).pop("all_local_plans", None)  # the engine's cache of plans
         try:
             self._writer.finish(self._metadata, [parts.results for parts in everyone])
-            save_config(CheckpointingConfig(BACKEND, VERSION), str(self._folder))
-            torch.save({}, self._folder / COMMON)  # the engine looks for it
+            return write_engine_files(self._folder)
         except RuntimeError as error:
             raise self._as_os_error(error) from error
-        names = [METADATA, CONFIG_FNAME, COMMON]
-        for name in names:
-            with (self._folder / name).open("rb+") as file:
-                os.fsync(file.fileno())
-        return names
 
     def _as_os_error(self, error: Exception) -> OSError:
         """What torch's writer says of a full disk is neither an OSError nor does it name the disk."""
@@ -215,63 +208,6 @@ def load_weights(module: torch.nn.Module, loaded: dict[str, Any]) -> None:
     expected = (key for key in module.state_dict() if key.endswith(_EXTRA_STATE))
     none = {key: torch.empty(0, dtype=torch.uint8) for key in expected}
     module.load_state_dict({**loaded, **none})
-
-
-def check_pickles(folder: Path) -> None:
-    """Refuse a checkpoint whose index would run code; everything else in it is read as plain tensors.
-
-    Raises:
-        CheckpointError: names the file and the class.
-    """
-    name = METADATA
-    try:
-        with (folder / METADATA).open("rb") as file:
-            _MetadataReader(file).load()
-        name = COMMON
-        torch.load(folder / COMMON, weights_only=True)
-    except (OSError, EOFError) as error:
-        raise CheckpointError(f"{folder / name}: cannot be read ({error})") from error
-    except pickle.UnpicklingError as error:
-        what = str(error).partition("\n")[0] if name == METADATA else _unsafe_class(error)
-        raise CheckpointError(
-            f"{folder / name}: {what}; it is not loaded, since it may run code: use a checkpoint that you trust"
-        ) from error
-
-
-def _unsafe_class(error: Exception) -> str:
-    """What torch would not load, out of its long advice."""
-    found = re.search(r"(?:GLOBAL|function) (?:'|`)?([\w.]+)", str(error))
-    return f"holds {found[1]}, which is no tensor" if found else "holds more than tensors"
-
-
-_METADATA_CLASSES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
-
-
-class _MetadataReader(pickle.Unpickler):
-    """Reads the index of torch's distributed checkpoints, and nothing else."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and (module, name) not in _METADATA_CLASSES:
-            raise pickle.UnpicklingError(f"holds {module}.{name}, which is no part of a checkpoint")
-        return super().find_class(module, name)
 
 
 def _load_bytes(self: Any, read_item: Any, value: Any) -> None:

@@ -34,6 +34,22 @@ class LlamaConfig:
     rotary_base: int = 10_000
     """Base of the rotary frequencies."""
 
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3"] = "none"
+    """How rotary frequencies are scaled for longer sequences, as in Hugging Face's `rope_type`. `dynamic` takes the
+    frequencies that belong to data.sequence_length."""
+
+    rope_scaling_factor: float = 1.0
+    """How many times longer the sequences are; only with rope_scaling."""
+
+    rope_original_positions: int = 8192
+    """Longest sequence of the unscaled frequencies; for `dynamic` and `llama3`."""
+
+    rope_low_freq_factor: float = 1.0
+    """Wavelengths above rope_original_positions divided by this are scaled in full; for `llama3`."""
+
+    rope_high_freq_factor: float = 4.0
+    """Wavelengths below rope_original_positions divided by this are not scaled; for `llama3`."""
+
     norm_epsilon: float = 1e-5
     """Added to the mean square in RMSNorm."""
 
@@ -71,6 +87,28 @@ class LlamaConfig:
             )
         if self.init_std <= 0 or self.norm_epsilon <= 0:
             raise ConfigError("model.init_std and model.norm_epsilon must be positive")
+        self._check_rope()
+
+    def _check_rope(self) -> None:
+        if self.rope_scaling == "none":
+            if self.rope_scaling_factor != 1:
+                raise ConfigError(
+                    f"model.rope_scaling_factor: {self.rope_scaling_factor} has no effect without "
+                    "model.rope_scaling; set that to linear, dynamic or llama3"
+                )
+        elif self.rope_scaling_factor < 1:
+            raise ConfigError(
+                f"model.rope_scaling_factor: {self.rope_scaling_factor} must be at least 1"
+            )
+        if self.rotary_base < 1 or self.rope_original_positions < 1:
+            raise ConfigError(
+                "model.rotary_base and model.rope_original_positions must be at least 1"
+            )
+        if not 0 < self.rope_low_freq_factor < self.rope_high_freq_factor:
+            raise ConfigError(
+                f"model.rope_low_freq_factor: {self.rope_low_freq_factor} must be positive and below "
+                f"model.rope_high_freq_factor ({self.rope_high_freq_factor})"
+            )
 
     @property
     def query_groups(self) -> int:

@@ -23,6 +23,7 @@ from gnmr_megatron.models.config import LlamaConfig
 from gnmr_megatron.models.initialization import initialize_weights
 from gnmr_megatron.models.layer_modules import RMSNorm
 from gnmr_megatron.models.layer_spec import llama_layer_spec
+from gnmr_megatron.models.rope import inverse_frequencies
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -157,6 +158,9 @@ def build_chunks(
             rotary_base=config.rotary_base,
             vp_stage=stage,
         )
+        if config.rope_scaling != "none":
+            rotary = model.rotary_pos_emb
+            rotary.inv_freq = inverse_frequencies(config, sequence_length).to(rotary.inv_freq)
         initialize_weights(model, config, seed=seed)
         if model.post_process:
             _mask_padded_logits(model, vocab_size)

@@ -18,11 +18,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from gnmr_megatron.control.controller import DecidesRecovery
 from gnmr_megatron.distributed import engine_compat
+from gnmr_megatron.distributed.checkpoint_index import check_pickles
 from gnmr_megatron.distributed.engine_checkpoint import (
     ChildProcess,
     PlannedSave,
     WrittenParts,
-    check_pickles,
     load_sharded,
     load_weights,
     without_extra_state,
@@ -44,6 +44,7 @@ from gnmr_megatron.training.checkpoint_files import (
     remove,
 )
 from gnmr_megatron.training.config import CheckpointSettings
+from gnmr_megatron.training.identity import differences
 from gnmr_megatron.training.optimizer import ClippingOptimizer
 from gnmr_megatron.training.optimizer_state import OptimizerState, kind_of
 from gnmr_megatron.training.state import TrainState
@@ -256,8 +257,7 @@ class Checkpointer:
             with_random=same_layout, is_loading=True, saved_optimizer=description.optimizer
         )
         loaded = load_sharded(content, path)
-        for key, chunk in self._named_chunks():
-            load_weights(unwrap(chunk), loaded[key])
+        self._fill_chunks(loaded)
         state = description.state
         optimizer.load(loaded["optimizer"], num_updates=state["num_updates"])
         self._scheduler.num_steps = 0  # loading adds the saved steps to those counted so far
@@ -272,6 +272,15 @@ class Checkpointer:
                 f"{path}: {error}; resume with the settings of the saved run"
             ) from error
         return TrainState(**state["train"])
+
+    def take_weights(self, path: Path) -> None:
+        """Start from the weights of another run, and from nothing else of it; all ranks take part.
+
+        Important:
+            `check` it first; that it is of this model is checked by `initial_weights`.
+        """
+        self._fill_chunks(load_sharded(self._weights(), path))
+        self._optimizer.engine.reload_model_params()
 
     def check(self, path: Path) -> None:
         """Compare all files with their checksums, each rank its share.
@@ -294,12 +303,7 @@ class Checkpointer:
     def _content(
         self, *, with_random: bool, is_loading: bool = False, saved_optimizer: str | None = None
     ) -> tuple[dict[str, Any], OptimizerState]:
-        content: dict[str, Any] = {
-            key: without_extra_state(
-                unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))  # type: ignore[operator]
-            )
-            for key, chunk in self._named_chunks()
-        }
+        content = self._weights()
         optimizer = OptimizerState(
             self._optimizer.engine,
             content,
@@ -313,19 +317,27 @@ class Checkpointer:
             content["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
         return content, optimizer
 
+    def _weights(self) -> dict[str, Any]:
+        return {
+            key: without_extra_state(
+                unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))  # type: ignore[operator]
+            )
+            for key, chunk in self._named_chunks()
+        }
+
+    def _fill_chunks(self, loaded: Mapping[str, Any]) -> None:
+        for key, chunk in self._named_chunks():
+            load_weights(unwrap(chunk), loaded[key])
+
     def _plain_layout(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self._layout), "world_size": dist.get_world_size()}
 
     def _check_identity(self, path: Path, description: CheckpointDescription) -> None:
-        saved = description.identity
-        different = [key for key in self._identity if saved.get(key) != self._identity[key]]
-        if different:
-            lines = [
-                f"  {key}: saved {saved.get(key)}, now {self._identity[key]}" for key in different
-            ]
+        lines = differences(description.identity, self._identity)
+        if lines:
             raise CheckpointError(
                 f"{path}: was saved by another run:\n"
-                + "\n".join(lines)
+                + "\n".join(f"  {line}" for line in lines)
                 + "\nresume with the saved settings"
             )
 

@@ -193,6 +193,10 @@ class RunConfig:
     """Run folder to go on with, or one checkpoint in it; `latest`: the newest run of this name; `auto`: the same, or
     a new run if there is none, for restarts that nobody watches."""
 
+    init_from: str | None = None
+    """Start with the weights of this checkpoint: what `convert` wrote, a run folder, or one checkpoint in it. All else
+    starts anew: optimizer, schedule, data and control. A resume ignores it."""
+
     model: LlamaConfig = field(default_factory=LlamaConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelLayout = field(default_factory=ParallelLayout)

@@ -94,6 +94,8 @@ def write_config(config: RunConfig, path: Path) -> None:
     settings = dataclasses.asdict(dataclasses.replace(config, resume=None))
     if config.precision.recipe is not None:  # a resume may start elsewhere
         settings["precision"]["recipe"] = str(Path(config.precision.recipe).resolve())
+    if config.init_from is not None:
+        settings["init_from"] = str(Path(config.init_from).resolve())
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
 
 

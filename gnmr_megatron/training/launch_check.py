@@ -17,8 +17,11 @@ from typing import Any
 
 import gnmr_megatron
 from gnmr_megatron.data.manifest import MANIFEST, describe_datasets
+from gnmr_megatron.data.tokenizer import file_hash
 from gnmr_megatron.errors import ConfigError, GnmrError
+from gnmr_megatron.training.checkpoint_files import DESCRIPTION
 from gnmr_megatron.training.config import RunConfig, validate
+from gnmr_megatron.training.initial_weights import initial_weights
 
 PROBLEM = "cannot start"
 _EDGE_BYTES = 1 << 20
@@ -55,6 +58,7 @@ def node_facts(config: RunConfig, *, world_size: int) -> dict[str, str]:
     """
     data = describe_datasets(config.data)
     validate(config, world_size=world_size, vocab_size=data.vocab_size)
+    initial = initial_weights(config, data) if config.resume is None else None
     facts = {"python": platform.python_version(), "gnmr_megatron source": _source_hash()}
     for package in ("gnmr-megatron", "megatron-core", "torch", "transformer-engine"):
         try:
@@ -63,6 +67,8 @@ def node_facts(config: RunConfig, *, world_size: int) -> dict[str, str]:
             facts[package] = "not installed"
     facts.update(_flat(dataclasses.asdict(config)))
     facts["tokenizer"] = data.tokenizer_fingerprint[:16]
+    if initial is not None:
+        facts["init_from (checkpoint.json)"] = file_hash(initial / DESCRIPTION)[:16]
     for prefix in data.prefixes:
         facts[f"data in {prefix}"] = data_hash(prefix)
     return facts

@@ -43,10 +43,26 @@ def agree_on_folder(config: RunConfig) -> RunFolder:
 
 
 def resume(
-    config: RunConfig, folder: RunFolder, checkpointer: Checkpointer, controller: DecidesRecovery
+    config: RunConfig,
+    folder: RunFolder,
+    checkpointer: Checkpointer,
+    controller: DecidesRecovery,
+    *,
+    initial: Path | None,
 ) -> tuple[TrainState, list[tuple[str, str]]]:
-    """The state to start from, and kind and message of each trouble on the way to it."""
+    """The state to start from, and kind and message of each trouble on the way to it.
+
+    Args:
+        config: settings of the run.
+        folder: of the run.
+        checkpointer: loads what is taken up.
+        controller: of the run; its history may have to start anew.
+        initial: checkpoint whose weights a new run starts from.
+    """
     path, troubles = _whole_checkpoint(folder, checkpointer)
+    if path is None and initial is not None:
+        checkpointer.check(initial)
+        checkpointer.take_weights(initial)
     state = (
         TrainState(
             train_samples=config.train_samples, global_batch_size=config.train.global_batch_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -62,6 +61,8 @@ from gnmr_megatron.training.checkpoint import Checkpointer
 from gnmr_megatron.training.config import RunConfig, TrainSettings, validate
 from gnmr_megatron.training.evaluation import Evaluation
 from gnmr_megatron.training.faults import FaultInjection
+from gnmr_megatron.training.identity import run_identity
+from gnmr_megatron.training.initial_weights import initial_weights
 from gnmr_megatron.training.loop import Trainer, TrainingBatches
 from gnmr_megatron.training.optimizer import ClippingOptimizer, build_optimizer, build_scheduler
 from gnmr_megatron.training.oracle import LooksAhead, NoOracle, Oracle
@@ -83,6 +84,8 @@ def set_up(config: RunConfig) -> Trainer:
     """
     data = describe_datasets(config.data)
     validate(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), vocab_size=data.vocab_size)
+    if config.resume is None:
+        initial_weights(config, data)
     plans = plan_units(config.model, config.precision)
     engine = _engine(config, plans)
     device = start_process_groups(
@@ -121,10 +124,17 @@ def set_up(config: RunConfig) -> Trainer:
         scheduler=scheduler,
         controller=controller,
         layout=config.parallel,
-        identity=_identity(config, units, data.tokenizer_fingerprint),
+        identity=run_identity(
+            config.model,
+            tokenizer=data.tokenizer_fingerprint,
+            vocab_size=data.vocab_size,
+            units=units.fingerprint,
+            seed=config.seed,
+        ),
         settings=config.checkpoint,
     )
-    state, troubles = resume(config, folder, checkpointer, controller)
+    initial = None if folder.candidates else initial_weights(config, data)
+    state, troubles = resume(config, folder, checkpointer, controller, initial=initial)
     switchboard.request(controller.recovery_set)
 
     model = PipelinedModel(
@@ -344,11 +354,6 @@ def _owned(
         if name in units.ids
     }
     return owned_gradients(chunks, optimizer.engine, slots, rest=len(units))
-
-
-def _identity(config: RunConfig, units: UnitTable, tokenizer: str) -> dict[str, Any]:
-    model = {f"model.{key}": value for key, value in dataclasses.asdict(config.model).items()}
-    return {**model, "units": units.fingerprint, "tokenizer": tokenizer, "seed": config.seed}
 
 
 def _watchdog(settings: TrainSettings, recorder: RecordsRun) -> Watchdog:
