@@ -6,12 +6,13 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gnmr_megatron.control.units import Unit
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.models.config import LlamaConfig
+from gnmr_megatron.models.lora_config import LORA_FAMILIES, LoraConfig
 from gnmr_megatron.precision.catalog import PATHS, PathName, kept_bytes_per_token, misfits
 from gnmr_megatron.precision.config import PrecisionConfig
 from gnmr_megatron.precision.overrides import Override
@@ -23,6 +24,8 @@ PROJECTIONS = {
     "linear_fc2": "mlp",
 }
 """Projections of a layer in the order of the forward pass, and the module that holds each."""
+
+NO_LORA = LoraConfig()
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
 """Projections that hold a part of each token; the others hold a part of their outputs."""
@@ -102,15 +105,22 @@ def model_units(model: LlamaConfig) -> list[Unit]:
     ]
 
 
-def plan_units(model: LlamaConfig, precision: PrecisionConfig) -> list[UnitPlan]:
+def plan_units(
+    model: LlamaConfig, precision: PrecisionConfig, lora: LoraConfig = NO_LORA
+) -> list[UnitPlan]:
     """The paths of every projection: the first override that matches its id, or the paths of the settings.
 
+    With adapters, projections without one are fixed on their low path: nothing there is trained.
+
     Raises:
-        ConfigError: an override matches no unit, `first_last_k` is too large, or no unit is left to control.
+        ConfigError: a glob matches no unit, `first_last_k` is too large, or no unit is left to control.
     """
     units = model_units(model)
     overrides = precision.ordered_overrides()
-    _refuse_globs_without_units(overrides, [unit.id for unit in units])
+    globs = [(override.where, override.units) for override in overrides]
+    if lora.is_on:
+        globs += [(f"lora.units[{index}]", glob) for index, glob in enumerate(lora.units)]
+    _refuse_globs_without_units(globs, [unit.id for unit in units])
     k = precision.first_last_k
     if 2 * k > model.num_layers:
         raise ConfigError(
@@ -121,9 +131,12 @@ def plan_units(model: LlamaConfig, precision: PrecisionConfig) -> list[UnitPlan]
         override = next((o for o in overrides if fnmatch.fnmatchcase(unit.id, o.units)), None)
         is_at_end = not k <= unit.layer < model.num_layers - k
         if override is None and is_at_end:
-            plans.append(UnitPlan(unit, precision.recovery, precision.recovery, is_fixed=True))
+            plan = UnitPlan(unit, precision.recovery, precision.recovery, is_fixed=True)
         else:
-            plans.append(_plan(unit, override, precision))
+            plan = _plan(unit, override, precision)
+        if lora.is_on and not lora.adapts(unit.id):
+            plan = replace(plan, recovery=plan.low, is_fixed=True)
+        plans.append(plan)
     if all(plan.is_fixed for plan in plans):
         raise ConfigError(
             "precision: overrides and first_last_k fix all units, so none is left to control; for one path "
@@ -173,6 +186,25 @@ def plan_problems(
                     yield f"{problem} (unit {plan.unit.id})"
 
 
+def lora_problems(plans: list[UnitPlan], lora: LoraConfig) -> Iterator[str]:
+    """One line for each path that does not go with frozen weights, or that needs them, naming the first such unit."""
+    seen = set()
+    for plan in plans:
+        for path in plan.paths:
+            family = PATHS[path].family
+            if path in seen or (family in LORA_FAMILIES if lora.is_on else family != "frozen"):
+                continue
+            seen.add(path)
+            yield (
+                f"lora.rank: units with frozen weights do not run on {path} (unit {plan.unit.id}); possible: "
+                f"{', '.join(name for name, info in PATHS.items() if info.family in LORA_FAMILIES)}"
+                if lora.is_on
+                else f"precision: {path} is for frozen weights (unit {plan.unit.id}); set lora.rank and lora.base"
+            )
+    if lora.is_on and lora.base is None:
+        yield "lora.base: adapters need frozen weights; name a checkpoint, or a run folder"
+
+
 def _first(plan: UnitPlan, *, is_te: bool) -> PathName:
     return next(path for path in plan.paths if (PATHS[path].family == "te") == is_te)
 
@@ -185,11 +217,9 @@ def _plan(unit: Unit, override: Override | None, precision: PrecisionConfig) -> 
     return UnitPlan(unit, override.low or precision.low, override.recovery or precision.recovery)
 
 
-def _refuse_globs_without_units(overrides: tuple[Override, ...], ids: list[str]) -> None:
-    for override in overrides:
-        if any(fnmatch.fnmatchcase(unit_id, override.units) for unit_id in ids):
+def _refuse_globs_without_units(globs: list[tuple[str, str]], ids: list[str]) -> None:
+    for where, glob in globs:
+        if any(fnmatch.fnmatchcase(unit_id, glob) for unit_id in ids):
             continue
-        nearest = difflib.get_close_matches(override.units, ids, n=3, cutoff=0)
-        raise ConfigError(
-            f"{override.where}: '{override.units}' matches no unit; nearest: {', '.join(nearest)}"
-        )
+        nearest = difflib.get_close_matches(glob, ids, n=3, cutoff=0)
+        raise ConfigError(f"{where}: '{glob}' matches no unit; nearest: {', '.join(nearest)}")

@@ -38,14 +38,14 @@ from gnmr_megatron.distributed.process_groups import (
 from gnmr_megatron.distributed.watchdog import Watchdog
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.models import te_adapter
-from gnmr_megatron.models.discovery import local_linears
+from gnmr_megatron.models.discovery import local_linears, unit_parameters
 from gnmr_megatron.models.llama import (
     DTYPES,
     build_chunks,
     engine_option_problems,
     transformer_config,
 )
-from gnmr_megatron.models.precision_plan import UnitPlan, plan_units, uses_te
+from gnmr_megatron.models.precision_plan import UnitPlan, uses_te
 from gnmr_megatron.models.switchboard import (
     PathSwitch,
     Switchboard,
@@ -57,12 +57,13 @@ from gnmr_megatron.precision.catalog import PATHS
 from gnmr_megatron.precision.config import PrecisionConfig
 from gnmr_megatron.precision.fusion import fused_kernels_are_used, use_fused_kernels
 from gnmr_megatron.precision.registry import precision_path
+from gnmr_megatron.training.base_weights import load_base_and_add_adapters
 from gnmr_megatron.training.checkpoint import Checkpointer
 from gnmr_megatron.training.config import RunConfig, TrainSettings, validate
 from gnmr_megatron.training.evaluation import Evaluation
 from gnmr_megatron.training.faults import FaultInjection
 from gnmr_megatron.training.identity import run_identity
-from gnmr_megatron.training.initial_weights import initial_weights
+from gnmr_megatron.training.initial_weights import base_weights, initial_weights, lora_identity
 from gnmr_megatron.training.loop import Trainer, TrainingBatches
 from gnmr_megatron.training.optimizer import ClippingOptimizer, build_optimizer, build_scheduler
 from gnmr_megatron.training.oracle import LooksAhead, NoOracle, Oracle
@@ -86,25 +87,26 @@ def set_up(config: RunConfig) -> Trainer:
     validate(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), vocab_size=data.vocab_size)
     if config.resume is None:
         initial_weights(config, data)
-    plans = plan_units(config.model, config.precision)
+    base = base_weights(config, data)
+    plans = config.unit_plans()
     engine = _engine(config, plans)
     device = start_process_groups(
         config.parallel, seed=config.seed, timeout=timedelta(minutes=config.train.timeout_minutes)
     )
     folder = agree_on_folder(config)
-    chunks = _wrap(
-        build_chunks(
-            config.model,
-            engine,
-            vocab_size=data.vocab_size,
-            sequence_length=config.data.sequence_length,
-            seed=config.seed,
-            device=device,
-            uses_te=uses_te(plans),
-        ),
+    models = build_chunks(
+        config.model,
         engine,
-        config.parallel,
+        vocab_size=data.vocab_size,
+        sequence_length=config.data.sequence_length,
+        seed=config.seed,
+        device=device,
+        uses_te=uses_te(plans),
     )
+    ids = {plan.unit.id for plan in plans}
+    if base is not None:
+        load_base_and_add_adapters(base, models, config.lora, ids=ids, seed=config.seed)
+    chunks = _wrap(models, engine, config.parallel)
     optimizer = build_optimizer(
         chunks, config.optimizer, config.parallel, DTYPES[config.model.dtype]
     )
@@ -112,7 +114,7 @@ def set_up(config: RunConfig) -> Trainer:
     connect_engine(engine, chunks, optimizer, config.parallel)
 
     units = recoverable_units(plans)
-    linears = local_linears(chunks, {plan.unit.id for plan in plans})
+    linears = local_linears(chunks, ids)
     controller = _controller(config.gnmr, units)
     switchboard = Switchboard(
         plans, _switches(config.precision, plans, linears, device), seed=config.seed
@@ -130,8 +132,10 @@ def set_up(config: RunConfig) -> Trainer:
             vocab_size=data.vocab_size,
             units=units.fingerprint,
             seed=config.seed,
+            **lora_identity(config.lora, base),
         ),
         settings=config.checkpoint,
+        base=base,
     )
     initial = None if folder.candidates else initial_weights(config, data)
     state, troubles = resume(config, folder, checkpointer, controller, initial=initial)
@@ -252,7 +256,12 @@ def _switches(
         return te_adapter.te_switches(plans, linears)
     fuse = device.type != "cpu" if precision.fuse is None else precision.fuse
     use_fused_kernels(enabled=fuse, device=device)
-    paths = {name: precision_path(name, precision) for plan in plans for name in plan.paths}
+    paths = {
+        name: precision_path(name, precision)
+        for plan in plans
+        for name in plan.paths
+        if PATHS[name].family != "frozen"
+    }
     return linear_switches(plans, linears, paths)
 
 
@@ -349,9 +358,10 @@ def _owned(
 ) -> list[OwnedGradient]:
     """The pieces of gradient that this rank speaks for, by slot of the risk vector."""
     slots = {
-        id(linear.weight): units.index(name)
+        id(parameter): units.index(name)
         for name, linear in linears.items()
         if name in units.ids
+        for parameter in unit_parameters(linear)
     }
     return owned_gradients(chunks, optimizer.engine, slots, rest=len(units))
 
