@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gnmr_megatron.errors import CheckpointError, ConfigError
 from gnmr_megatron.training.checkpoint_files import (
+    DESCRIPTION,
     FOLDER,
     PARTIAL,
     SUPERSEDED,
@@ -45,6 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     paths = complete_checkpoints(run_folder / FOLDER)
     if single is not None:
         paths = [path for path in paths if path == single]
+    elif (run_folder / DESCRIPTION).exists():  # what `convert` wrote
+        paths = [run_folder]
     return int({"ls": _list, "verify": _verify, "prune": _prune}[options.verb](paths, options))
 
 
@@ -104,6 +107,7 @@ def _row(path: Path) -> dict[str, Any]:
     )
     return {
         **row,
+        "step": description.step,
         "bytes": description.num_bytes,
         "files": len(description.files),
         "saved_by": f"{layout['world_size']} processes ({model_parallel})",

@@ -124,15 +124,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_verb(
-    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    description: str,
-    epilog: str,
+    verbs: argparse._SubParsersAction[argparse.ArgumentParser], name: str, what: str, epilog: str
 ) -> argparse.ArgumentParser:
     return verbs.add_parser(
         name,
-        help=description,
-        description=description,
+        help=what,
+        description=what,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

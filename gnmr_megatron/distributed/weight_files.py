@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -91,7 +92,7 @@ def write_weights(
         OSError: the disk does not take them.
     """
     # copy_ahead 0: one after the other, also where there is a GPU
-    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
+    writer = _NamelessWriter(folder, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(is_coordinator=True)
     properties = TensorProperties(dtype=dtype)
     plans, index = create_default_global_save_plan(
@@ -159,6 +160,14 @@ class WeightReader:
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"{self._folder}: has no tensor {key}")
         return entry
+
+
+class _NamelessWriter(FileSystemWriter):
+    """Leaves out of the index where it was written, which the folder's name tells better."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Nothing in it."""
+        return StorageMeta()
 
 
 class _MakesPieces(DefaultSavePlanner):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -64,7 +63,7 @@ def copy_files(source: Path, target: Path) -> list[str]:
     target.mkdir()
     names = [name for name in (_CONFIG, *_CARRIED) if (source / name).is_file()]
     for name in names:
-        _copy(source / name, target / name)
+        shutil.copyfile(source / name, target / name)
     return [f"{target.name}/{name}" for name in names]
 
 
@@ -104,7 +103,7 @@ def companions_of(
 def write_companions(companions: Companions, config: Mapping[str, Any], folder: Path) -> str | None:
     """Write config.json and everything that goes along; returns the name of the tokenizer's file."""
     for name, path in companions.files.items():
-        _copy(path, folder / name)
+        shutil.copyfile(path, folder / name)
     _write_json(folder / _CONFIG, config)
     if _GENERATION not in companions.files:
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -186,9 +185,3 @@ def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-    with target.open("rb+") as file:
-        os.fsync(file.fileno())

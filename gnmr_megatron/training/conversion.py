@@ -8,6 +8,7 @@ that of one layer, the embedding and the output layer counting as layers, whatev
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -86,22 +87,16 @@ def huggingface_to_megatron(
     started = time.perf_counter()
     folder = HuggingFaceFolder(source)
     tokenizer = tokenizer_in(source)
-    size = None if tokenizer is None else tokenizer.vocab_size
+    size, fingerprint, tokenizer_path = None, None, None
+    if tokenizer is not None:
+        size, fingerprint = tokenizer.vocab_size, tokenizer.fingerprint
+        tokenizer_path = output / FILES / tokenizer.path.name
     config = llama_config(folder.config, tokenizer_size=size, where=str(source / "config.json"))
     vocab_size = folder.config["vocab_size"]
     groups = list(weights_by_layer(config, vocab_size))
     stored = folder.check(groups, is_tied=config.tie_embeddings)
     config = dataclasses.replace(config, dtype="bf16" if stored == "BF16" else "fp32")
     dtype = DTYPES[stored]
-    notes = (
-        [
-            f"{vocab_size - size} rows of the vocabulary are not the tokenizer's: they are kept, and masked in training"
-        ]
-        if size is not None and size < vocab_size
-        else []
-    )
-    if stored == "F16":
-        notes.append("weights are F16 and were widened to FP32, which holds them exactly")
     placed = {_piece(item, config): item for group in groups for item in group}
 
     def make(piece: Piece) -> Tensor:
@@ -122,13 +117,13 @@ def huggingface_to_megatron(
             written=lambda files: on_progress(files, len(groups)),
         )
         names += copy_files(source, partial / FILES)
-        _write_settings(config, tokenizer and output / FILES / tokenizer.path.name, output, partial)
+        _write_settings(config, tokenizer_path, output, partial)
         CheckpointDescription(
             step=0,
             layout={**dataclasses.asdict(ParallelLayout()), "world_size": 1},
             identity=run_identity(
                 config,
-                tokenizer=None if tokenizer is None else tokenizer.fingerprint,
+                tokenizer=fingerprint,
                 vocab_size=vocab_size,
             ),
             optimizer=WEIGHTS_ONLY,
@@ -138,10 +133,10 @@ def huggingface_to_megatron(
     return Conversion(
         folder=output,
         parameters=_count(groups),
-        dtype=config.dtype,
+        dtype=str(dtype).removeprefix("torch."),
         num_bytes=_count(groups) * dtype.itemsize,
-        tokenizer=None if tokenizer is None else output / FILES / tokenizer.path.name,
-        notes=tuple(notes),
+        tokenizer=tokenizer_path,
+        notes=tuple(_notes(vocab_size, size, stored)),
         seconds=time.perf_counter() - started,
     )
 
@@ -204,6 +199,18 @@ def megatron_to_huggingface(
     )
 
 
+def _notes(vocab_size: int, tokenizer_size: int | None, stored: str) -> Iterator[str]:
+    if tokenizer_size is None:
+        yield "there is no tokenizer.json or tokenizer.model to go along"
+    elif tokenizer_size < vocab_size:
+        yield (
+            f"{vocab_size - tokenizer_size} rows of the vocabulary have no entry in the tokenizer; they are kept, and "
+            "masked in training"
+        )
+    if stored == "F16":
+        yield "weights are F16 and were widened to FP32, which holds them exactly"
+
+
 def _piece(item: PlacedWeight, config: LlamaConfig) -> Piece:
     return Piece(item.weight.megatron, item.shape, item.layer, config.num_layers)
 
@@ -252,6 +259,10 @@ def _new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
         partial.mkdir(parents=True)
         yield partial
+        for file in partial.rglob("*"):
+            if file.is_file():
+                with file.open("rb+") as opened:
+                    os.fsync(opened.fileno())
         publish(partial, path)
     except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
