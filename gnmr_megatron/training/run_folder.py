@@ -10,7 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gnmr_megatron.errors import CheckpointError
-from gnmr_megatron.training.checkpoint_files import FOLDER, complete_checkpoints, split_resume
+from gnmr_megatron.training.checkpoint_files import (
+    DESCRIPTION,
+    FOLDER,
+    complete_checkpoints,
+    split_resume,
+)
 
 TAKEN_UP = "taken_up.json"
 
@@ -113,6 +118,10 @@ def choose_run_folder(
     if checkpoint is not None and job is not None and job.has_taken_up(checkpoint):
         return RunFolder(path, is_resumed=True, candidates=complete)
     candidates = complete[:1] if checkpoint is None else tuple({checkpoint} & set(complete))
+    if not candidates and (path / DESCRIPTION).exists():
+        raise CheckpointError(
+            f"resume: {resume} holds weights only; start a new run from it with --init_from {resume}"
+        )
     if not candidates:
         raise CheckpointError(
             f"resume: {resume} holds no complete checkpoint; name another run folder"

@@ -212,6 +212,18 @@ def test_stochastic_rounding_repeats_with_the_step_and_changes_with_it():
             {"num_query_groups": 3},
             r"model\.num_query_groups: 3 must divide model\.num_attention_heads \(8\)",
         ),
+        (
+            {"rope_scaling_factor": 2.0},
+            r"model\.rope_scaling_factor: 2\.0 has no effect without model\.rope_scaling",
+        ),
+        (
+            {"rope_scaling": "linear", "rope_scaling_factor": 0.5},
+            r"model\.rope_scaling_factor: 0\.5 must be at least 1",
+        ),
+        (
+            {"rope_scaling": "llama3", "rope_low_freq_factor": 4.0},
+            r"model\.rope_low_freq_factor: 4\.0 must be positive and below model\.rope_high_freq_factor",
+        ),
         ({"init_std": 0.0}, r"model\.init_std and model\.norm_epsilon must be positive"),
     ],
 )

@@ -1,0 +1,49 @@
+"""One rank of a run that starts from a converted checkpoint: writes logits of the first tokens, then saves."""
+
+import sys
+import warnings
+from pathlib import Path
+
+
+def main(output, *arguments):
+    warnings.filterwarnings("ignore")
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+    from gnmr_megatron.training.config_files import parse_run, run_parser
+    from gnmr_megatron.training.setup import set_up
+
+    config, _ = parse_run(run_parser("worker", description="", epilog=""), arguments)
+    trainer = set_up(config)
+    chunks = trainer.step.model.chunks
+    length = config.data.sequence_length
+    tokens = torch.arange(2 * length).view(2, length) * 7 % 250
+    positions = torch.arange(length).repeat(2, 1)
+
+    def forward(_iterator, model):
+        return model(tokens, positions, None), lambda logits, **_: logits
+
+    with torch.no_grad():
+        results = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=None,
+            model=chunks,
+            num_microbatches=1,
+            seq_length=length,
+            micro_batch_size=2,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    if parallel_state.is_pipeline_last_stage():
+        logits = gather_from_tensor_model_parallel_region(results[0])
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            torch.save({"tokens": tokens, "logits": logits}, Path(output))
+    trainer.saving.checkpointer.save(trainer.state)
+    trainer.train()
+    trainer.recorder.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
