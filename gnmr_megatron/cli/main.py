@@ -41,6 +41,7 @@ VERBS = {
         "gnmr_megatron.cli.convert",
         "Hugging Face's LLaMA folders to checkpoints and back",
     ),
+    "lora": ("gnmr_megatron.cli.lora", "merge adapters into their base, or write them for PEFT"),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

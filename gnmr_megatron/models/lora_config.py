@@ -34,7 +34,7 @@ class LoraConfig:
 
     base: str | None = None
     """Where the frozen weights come from: a checkpoint, what `convert` wrote, or a run folder, whose newest checkpoint
-    is taken. Needed with rank > 0."""
+    is taken; null for `init_from`. With rank > 0 one of them is needed, also to resume."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

@@ -201,8 +201,6 @@ def lora_problems(plans: list[UnitPlan], lora: LoraConfig) -> Iterator[str]:
                 if lora.is_on
                 else f"precision: {path} is for frozen weights (unit {plan.unit.id}); set lora.rank and lora.base"
             )
-    if lora.is_on and lora.base is None:
-        yield "lora.base: adapters need frozen weights; name a checkpoint, or a run folder"
 
 
 def _first(plan: UnitPlan, *, is_te: bool) -> PathName:

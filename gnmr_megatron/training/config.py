@@ -394,8 +394,15 @@ def _units_with_scales(config: RunConfig) -> set[str]:
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:
     optimizer, steps = config.optimizer, config.train.steps
-    if config.lora.is_on and config.init_from is not None:
-        yield "init_from: with adapters, lora.base says where the weights come from; leave one of them out"
+    if config.lora.is_on:
+        given = {config.lora.base, config.init_from} - {None}
+        if not given:
+            yield "lora.base: adapters need frozen weights; name a checkpoint, or a run folder"
+        elif len(given) > 1:
+            yield (
+                f"lora.base: {config.lora.base} and init_from {config.init_from} both say where the frozen weights "
+                "come from; leave one of them out"
+            )
     if config.gnmr.policy == "oracle" and not config.train.oracle_interval:
         yield "gnmr.policy: oracle needs train.oracle_interval, how often it measures; 1 is every step"
     if config.gnmr.mode == "disabled" and config.train.oracle_interval:

@@ -43,12 +43,12 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def initial_weights(config: RunConfig, data: DatasetInfo) -> Path | None:
-    """The checkpoint that `init_from` means, or None.
+    """The checkpoint that `init_from` means, or None; with adapters it is that of the base.
 
     Raises:
         ConfigError: it is no checkpoint, or one of another model or tokenizer; says what differs.
     """
-    if config.init_from is None:
+    if config.init_from is None or config.lora.is_on:
         return None
     return _fitting_checkpoint("init_from", config.init_from, config, data)
 
@@ -59,9 +59,13 @@ def base_weights(config: RunConfig, data: DatasetInfo) -> Path | None:
     Raises:
         ConfigError: as for `initial_weights`.
     """
-    if not config.lora.is_on or config.lora.base is None:
+    if not config.lora.is_on:
         return None
-    return _fitting_checkpoint("lora.base", config.lora.base, config, data)
+    key, value = (
+        ("lora.base", config.lora.base) if config.lora.base else ("init_from", config.init_from)
+    )
+    assert value is not None  # validated
+    return _fitting_checkpoint(key, value, config, data)
 
 
 def lora_identity(config: LoraConfig, base: Path | None) -> dict[str, Any]:

@@ -130,6 +130,9 @@ def run_case(case):
         found = {"before": weights(linears)}
         trainer.train()
         found["after"] = weights(linears)
+        if dist.get_world_size() == 1:
+            batch = trainer.evaluation.batches[0]
+            found |= {"tokens": batch.tokens, **outputs(trainer, linears, batch)}
     else:
         found = measure(trainer, linears, case)
     trainer.recorder.close()

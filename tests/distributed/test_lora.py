@@ -10,13 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from transformers import LlamaForCausalLM
 
+from gnmr_megatron.cli.main import main
 from gnmr_megatron.distributed.checkpoint_index import read_index
 from gnmr_megatron.models.config import LlamaConfig
 from gnmr_megatron.models.precision_plan import model_units
 from gnmr_megatron.observability.events import EvaluationEvent, StepEvent, read_events
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
+from gnmr_megatron.training.conversion import huggingface_to_megatron
 from tests.conftest import TINY, options
+from tests.tiny_llama import save_llama, tensors_of
 
 RANK, ALPHA = 4, 6.0
 SCALE = ALPHA / RANK
@@ -33,6 +38,9 @@ LAYOUTS = {
     "tp2_sp_recompute": TP2 | SP | RECOMPUTE,
     "pp2": PP2,
 }
+HUGGING_FACE = {
+    "model.num_attention_heads": 4, "model.num_query_groups": 2, "model.ffn_hidden_size": 96,
+}  # fmt: skip
 STEPS, SAVED = 6, 3
 UNITS = [unit.id for unit in model_units(LlamaConfig(num_layers=4))]
 LAST = f"step_{STEPS:08d}"
@@ -64,6 +72,8 @@ def found(dataset, runs):
         where = {"data.datasets": f"[{dataset}]", "runs_dir": str(runs), "name": name}
         return {"name": name, "does": does, **more, "arguments": options({**TINY, **settings, **where})}  # fmt: skip
 
+    save_llama(runs / "hf", vocab_size=500)
+    huggingface_to_megatron(runs / "hf", runs / "converted")
     lora = {"lora.rank": RANK, "lora.alpha": ALPHA, "lora.base": str(runs / "base")}
     longer = {
         "train.steps": STEPS, "checkpoint.interval": SAVED, "optimizer.lr": 1e-2, "gnmr.alpha": 1.1,
@@ -88,6 +98,7 @@ def found(dataset, runs):
         case("merged", "measure", full, merges="one", scale=SCALE, is_rounded=False),
         case("merged_int8", "measure", full, merges="one", scale=SCALE, is_rounded=True),
         case("trained", "train", lora | INT8 | longer),
+        case("huggingface", "train", HUGGING_FACE | lora | EXACT | longer | {"lora.base": str(runs / "converted")}),
         resumed("resumed"),
     ]  # fmt: skip
     two = [
@@ -258,3 +269,59 @@ def test_merging_gives_the_weights_of_the_formula_and_unmerging_the_very_bits(fo
     torch.testing.assert_close(
         found["one"]["merged_logits"], found["one"]["logits"], rtol=0, atol=1e-5
     )
+
+
+def our_logits(found):
+    """Of a batch of held-out text after training, [sequence, position, vocabulary] without padding."""
+    return found["huggingface"]["logits"][..., :500], found["huggingface"]["tokens"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of peft and transformers
+def test_peft_loads_an_exported_adapter_and_computes_the_same_logits(found, runs, tmp_path):
+    output = tmp_path / "adapter"
+    assert main(["lora", "export", str(runs / "huggingface"), "--output", str(output)]) == 0
+    base = LlamaForCausalLM.from_pretrained(runs / "hf")
+    ours, tokens = our_logits(found)
+    with torch.no_grad():
+        without = base(tokens).logits
+        model = PeftModel.from_pretrained(base, output)
+        theirs = model(tokens).logits
+    assert (ours - without).abs().max() > 0.1  # the adapter says something
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    names = {name for name, _ in model.named_parameters() if "lora_" in name}
+    assert len(names) == 4 * 7 * 2
+    # A of the fused projection is that of each of its parts
+    layer = model.base_model.model.model.layers[1].self_attn
+    a = [getattr(layer, name).lora_A["default"].weight for name in ("q_proj", "k_proj", "v_proj")]
+    assert torch.equal(a[0], a[1])
+    assert torch.equal(a[0], a[2])
+
+
+def test_merged_weights_convert_to_a_model_that_computes_the_same_logits(found, runs, tmp_path):
+    merged, folder = tmp_path / "merged", tmp_path / "folder"
+    assert main(["lora", "merge", str(runs / "huggingface"), "--output", str(merged)]) == 0
+    assert main(["convert", "megatron-to-hf", str(merged), "--output", str(folder)]) == 0
+    ours, tokens = our_logits(found)
+    with torch.no_grad():
+        theirs = LlamaForCausalLM.from_pretrained(folder)(tokens).logits
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    # what has no adapter is what it was
+    before, after = tensors_of(runs / "hf"), tensors_of(folder)
+    assert before.keys() == after.keys()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if "_proj" not in name}
+
+
+def test_adapters_are_refused_where_whole_weights_are_needed(found, runs, tmp_path, capsys):
+    output = str(tmp_path / "out")
+    assert main(["convert", "megatron-to-hf", str(runs / "trained"), "--output", output]) != 0
+    assert "holds adapters only" in capsys.readouterr().err
+    assert main(["lora", "merge", str(runs / "base"), "--output", output]) == 2
+    assert "holds whole weights and no adapters" in capsys.readouterr().err
+
+
+def test_a_base_with_other_weights_is_refused(found, runs, tmp_path, capsys):
+    where = ["--output", str(tmp_path / "out"), "--base", str(runs / "base")]
+    assert main(["lora", "merge", str(runs / "huggingface"), *where]) == 1
+    assert "is not the base that the adapters" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
