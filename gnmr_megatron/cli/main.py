@@ -63,6 +63,7 @@ VERBS = {
         "gnmr_megatron.cli.report",
         "show what runs did as one HTML page",
     ),
+    "lora": ("gnmr_megatron.cli.lora", "merge adapters into their base, or write them for PEFT"),
     "summary": ("gnmr_megatron.cli.summary", "tell what a run did, from its folder"),
 }
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gnmr_megatron.errors import LayoutError
-from gnmr_megatron.models.precision_plan import UnitPlan, plan_units
+from gnmr_megatron.models.precision_plan import UnitPlan
 from gnmr_megatron.precision.catalog import PathName
 from gnmr_megatron.training.config import RunConfig, precision_problems
 from gnmr_megatron.training.config_files import parse_run, run_parser
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     problems = list(precision_problems(config))
     if problems:
         raise LayoutError("\n".join(problems))
-    table = UnitsTable(plan_units(config.model, config.precision), config)
+    table = UnitsTable(config.unit_plans(), config)
     if options.json:
         print(json.dumps(table.as_dict()))
     else:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gnmr_megatron.control.units import UnitTable
 from gnmr_megatron.distributed import engine_compat
+from gnmr_megatron.models.discovery import unit_parameters
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ def owned_by_unit(
         linears: projections of this rank by global name; those that are no units count as rest.
     """
     slots: dict[int, int] = {
-        id(linear.weight): units.index(name)
+        id(parameter): units.index(name)
         for name, linear in linears.items()
         if name in units.ids
+        for parameter in unit_parameters(linear)
     }
     return owned_gradients(chunks, optimizer, slots, rest=len(units))

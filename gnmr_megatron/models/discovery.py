@@ -36,6 +36,13 @@ def global_name(model: torch.nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
+def unit_parameters(linear: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The trained parameters whose gradient is the unit's: those of its adapter, or else its weight."""
+    adapter: Any = getattr(linear, "lora", None)
+    own: list[Any] = [linear.weight] if adapter is None else list(adapter.parameters())
+    return [parameter for parameter in own if parameter.requires_grad]
+
+
 def local_linears(
     chunks: Iterable[torch.nn.Module], ids: Container[str]
 ) -> dict[str, torch.nn.Module]:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gnmr_megatron.control.units import Unit
 from gnmr_megatron.models.config import LlamaConfig
+from gnmr_megatron.models.lora_config import LORA_FAMILIES, LoraConfig
 from gnmr_megatron.precision.catalog import PATHS, PathName, kept_bytes_per_token, misfits
 from gnmr_megatron.precision.config import PrecisionConfig
-from gnmr_megatron.precision.plan import paths_of_units
+from gnmr_megatron.precision.plan import (
+    paths_of_units,
+    refuse_globs_without_units,
+    refuse_if_all_are_fixed,
+)
 
 PROJECTIONS = {
     "linear_qkv": "self_attention",
@@ -20,6 +25,8 @@ PROJECTIONS = {
     "linear_fc2": "mlp",
 }
 """Projections of a layer in the order of the forward pass, and the module that holds each."""
+
+NO_LORA = LoraConfig()
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2")
 """Projections that hold a part of each token; the others hold a part of their outputs."""
@@ -99,16 +106,33 @@ def model_units(model: LlamaConfig) -> list[Unit]:
     ]
 
 
-def plan_units(model: LlamaConfig, precision: PrecisionConfig) -> list[UnitPlan]:
-    """The paths of every projection of a LLaMA; see `plan_paths`."""
-    return plan_paths(model_units(model), precision)
+def plan_units(
+    model: LlamaConfig, precision: PrecisionConfig, lora: LoraConfig = NO_LORA
+) -> list[UnitPlan]:
+    """The paths of every projection of a LLaMA; see `plan_paths`.
+
+    With adapters, units that get none are fixed on their low path.
+    """
+    plans = plan_paths(model_units(model), precision)
+    if not lora.is_on:
+        return plans
+    globs = [(f"lora.units[{index}]", glob) for index, glob in enumerate(lora.units)]
+    refuse_globs_without_units(globs, [plan.unit.id for plan in plans])
+    plans = [
+        plan if lora.adapts(plan.unit.id) else replace(plan, recovery=plan.low, is_fixed=True)
+        for plan in plans
+    ]
+    refuse_if_all_are_fixed(plan.is_fixed for plan in plans)
+    return plans
 
 
 def plan_paths(units: Sequence[Unit], precision: PrecisionConfig) -> list[UnitPlan]:
     """The paths of every unit: the first override that matches its id, or the paths of the settings.
 
+    With adapters, projections without one are fixed on their low path: nothing there is trained.
+
     Raises:
-        ConfigError: an override matches no unit, `first_last_k` is too large, or no unit is left to control.
+        ConfigError: a glob matches no unit, `first_last_k` is too large, or no unit is left to control.
     """
     return [
         UnitPlan(unit, paths.low, paths.recovery, is_fixed=paths.is_fixed, engine=paths.engine)
@@ -155,6 +179,23 @@ def plan_problems(
                 if about not in seen:
                     seen.add(about)
                     yield f"{problem} (unit {plan.unit.id})"
+
+
+def lora_problems(plans: list[UnitPlan], lora: LoraConfig) -> Iterator[str]:
+    """One line for each path that does not go with frozen weights, or that needs them, naming the first such unit."""
+    seen = set()
+    for plan in plans:
+        for path in plan.paths:
+            family = PATHS[path].family
+            if path in seen or (family in LORA_FAMILIES if lora.is_on else family != "frozen"):
+                continue
+            seen.add(path)
+            yield (
+                f"lora.rank: units with frozen weights do not run on {path} (unit {plan.unit.id}); possible: "
+                f"{', '.join(name for name, info in PATHS.items() if info.family in LORA_FAMILIES)}"
+                if lora.is_on
+                else f"precision: {path} is for frozen weights (unit {plan.unit.id}); set lora.rank and lora.base"
+            )
 
 
 def _first(plan: UnitPlan, *, is_te: bool) -> PathName:

@@ -12,10 +12,12 @@ from megatron.core import parallel_state
 
 from gnmr_megatron.control.statistics import IntArray
 from gnmr_megatron.control.units import UnitTable
+from gnmr_megatron.models.frozen_weights import ParkedWeight, frozen_path
 from gnmr_megatron.models.initialization import stable_seed
 from gnmr_megatron.models.precision_plan import UnitPlan
 from gnmr_megatron.models.recoverable_linear import RecoverableLinear
-from gnmr_megatron.precision.catalog import PathName
+from gnmr_megatron.precision.catalog import PATHS, PathName
+from gnmr_megatron.precision.frozen import FrozenPath
 from gnmr_megatron.precision.paths import PrecisionPath
 from gnmr_megatron.precision.quantizer import Quantizer
 
@@ -49,12 +51,20 @@ class LinearSwitch:
         paths: Mapping[PathName, PrecisionPath],
     ) -> None:
         self._linear, self._paths = linear, paths
+        has_packed_weight = any(isinstance(path, FrozenPath) for path in paths.values())
+        self._parked = ParkedWeight(linear) if has_packed_weight else None
         self._quantizer = Quantizer()
         linear.unit_id, linear.quantizer = unit_id, self._quantizer
 
     def select(self, path: PathName) -> None:
         """See `PathSwitch`."""
         self._linear.path = self._paths[path]
+        if self._parked is None:
+            return
+        if isinstance(self._linear.path, FrozenPath):
+            self._parked.park()
+        else:
+            self._parked.fetch()
 
     def start_step(self, seed: Callable[[], int]) -> None:
         """See `PathSwitch`."""
@@ -159,12 +169,23 @@ def linear_switches(
     linears: Mapping[str, torch.nn.Module],
     paths: Mapping[PathName, PrecisionPath],
 ) -> dict[str, PathSwitch]:
-    """Switches of our own linears by global name."""
+    """Switches of our own linears by global name.
+
+    Args:
+        plans: the paths of all projections of the model.
+        linears: projections of this rank by global name.
+        paths: those that linears share; each has its own of frozen weights.
+    """
     by_id = {plan.unit.id: plan for plan in plans}
-    return {
-        name: LinearSwitch(linear, name, {path: paths[path] for path in by_id[name].paths})  # type: ignore[arg-type]  # ours, since no path is te_*
-        for name, linear in linears.items()
-    }
+    switches: dict[str, PathSwitch] = {}
+    for name, linear in linears.items():
+        assert isinstance(linear, RecoverableLinear)  # ours, since no path is te_*
+        own = {
+            path: frozen_path(path, linear) if PATHS[path].family == "frozen" else paths[path]
+            for path in by_id[name].paths
+        }
+        switches[name] = LinearSwitch(linear, name, own)
+    return switches
 
 
 def _shard() -> tuple[int, int]:

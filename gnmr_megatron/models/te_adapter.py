@@ -55,7 +55,7 @@ def check_environment(plans: Sequence[UnitPlan]) -> None:
             paths.setdefault(path, plan.unit.id)
     name, unit = next(iter(paths.items()))
     if not torch.cuda.is_available():
-        others = [path for path, info in PATHS.items() if info.family != "te"]
+        others = [path for path, info in PATHS.items() if info.family not in ("te", "frozen")]
         raise ConfigError(
             f"precision: {name} needs a GPU, and there is none (unit {unit}); possible here: {', '.join(others)}"
         )

@@ -32,8 +32,9 @@ PathName = Literal[
     "te_fp8_blockwise",
     "te_mxfp8",
     "te_nvfp4",
+    "frozen_int8",
 ]
-Family = Literal["exact", "saved", "emulated", "deepseek", "torch_fp8", "te"]
+Family = Literal["exact", "saved", "emulated", "deepseek", "torch_fp8", "te", "frozen"]
 
 SCALE_BYTES = {"fp32": 4, "bf16": 2, "e8m0": 1}
 ScaleType = Literal["fp32", "bf16", "e8m0"]
@@ -101,6 +102,7 @@ PATHS: dict[str, PathInfo] = {
         PathInfo("te_fp8_blockwise", "te", 8, 128, 4, multiple=16),
         PathInfo("te_mxfp8", "te", 8, MX_BLOCK, 1, multiple=32),
         PathInfo("te_nvfp4", "te", 4, 16, 1, multiple=32),
+        PathInfo("frozen_int8", "frozen", 16),
     )
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ def paths_of_units(units: Sequence[Unit], precision: PrecisionConfig) -> list[Un
         ConfigError: an override matches no unit, `first_last_k` is too large, or no unit is left to control.
     """
     overrides = precision.ordered_overrides()
-    _refuse_globs_without_units(overrides, [unit.id for unit in units])
+    globs = [(override.where, override.units) for override in overrides]
+    refuse_globs_without_units(globs, [unit.id for unit in units])
     k, num_layers = precision.first_last_k, 1 + max(unit.layer for unit in units)
     if 2 * k > num_layers:
         raise ConfigError(
@@ -53,12 +54,17 @@ def paths_of_units(units: Sequence[Unit], precision: PrecisionConfig) -> list[Un
             paths.append(UnitPaths(precision.recovery, precision.recovery, is_fixed=True))
         else:
             paths.append(_paths(override, precision))
-    if all(chosen.is_fixed for chosen in paths):
+    refuse_if_all_are_fixed(chosen.is_fixed for chosen in paths)
+    return paths
+
+
+def refuse_if_all_are_fixed(are_fixed: Iterable[bool]) -> None:
+    """ConfigError where no unit is left to control."""
+    if all(are_fixed):
         raise ConfigError(
             "precision: overrides and first_last_k fix all units, so none is left to control; for one path "
             "everywhere, set precision.low and precision.recovery to it"
         )
-    return paths
 
 
 def _paths(override: Override | None, precision: PrecisionConfig) -> UnitPaths:
@@ -69,11 +75,10 @@ def _paths(override: Override | None, precision: PrecisionConfig) -> UnitPaths:
     return UnitPaths(override.low or precision.low, override.recovery or precision.recovery)
 
 
-def _refuse_globs_without_units(overrides: tuple[Override, ...], ids: list[str]) -> None:
-    for override in overrides:
-        if any(fnmatch.fnmatchcase(unit_id, override.units) for unit_id in ids):
+def refuse_globs_without_units(globs: Sequence[tuple[str, str]], ids: Sequence[str]) -> None:
+    """ConfigError for the first glob, with its place in the settings, that matches no unit."""
+    for where, glob in globs:
+        if any(fnmatch.fnmatchcase(unit_id, glob) for unit_id in ids):
             continue
-        nearest = difflib.get_close_matches(override.units, ids, n=3, cutoff=0)
-        raise ConfigError(
-            f"{override.where}: '{override.units}' matches no unit; nearest: {', '.join(nearest)}"
-        )
+        nearest = difflib.get_close_matches(glob, ids, n=3, cutoff=0)
+        raise ConfigError(f"{where}: '{glob}' matches no unit; nearest: {', '.join(nearest)}")

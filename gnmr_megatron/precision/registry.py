@@ -43,7 +43,8 @@ def precision_path(name: PathName, config: PrecisionConfig) -> PrecisionPath:
     """The path of that name under the given settings.
 
     Raises:
-        ValueError: the path is one of Transformer Engine's modules, which run it themselves.
+        ValueError: the path is one of Transformer Engine's modules, which run it themselves, or one of frozen weights,
+            which each linear has of its own.
     """
     family = PATHS[name].family
     if family == "exact":
@@ -56,7 +57,7 @@ def precision_path(name: PathName, config: PrecisionConfig) -> PrecisionPath:
         return _tiled(name, _DEEPSEEK[name], config)
     if family == "torch_fp8":
         return ScaledMatmulPath(name, is_rowwise=name == "torch_fp8_rowwise")
-    raise ValueError(f"{name} is run by a module of Transformer Engine")
+    raise ValueError(f"{name} belongs to a module")
 
 
 def _saved(number_format: NumberFormat, config: PrecisionConfig) -> Quantization:

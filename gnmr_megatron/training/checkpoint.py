@@ -31,6 +31,7 @@ from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.distributed.process_groups import gather_from_all
 from gnmr_megatron.errors import CheckpointError
 from gnmr_megatron.models.discovery import unwrap
+from gnmr_megatron.models.lora import MARK
 from gnmr_megatron.training.checkpoint_files import (
     PARTIAL,
     CheckpointDescription,
@@ -99,6 +100,7 @@ class Checkpointer:
         layout: layout of this run.
         identity: what has to be equal on resume, as plain values by dotted key.
         settings: how many checkpoints to keep.
+        base: checkpoint of the frozen weights under adapters; only the adapters are saved then.
     """
 
     def __init__(
@@ -112,8 +114,9 @@ class Checkpointer:
         layout: ParallelLayout,
         identity: Mapping[str, Any],
         settings: CheckpointSettings,
+        base: Path | None = None,
     ) -> None:
-        self._folder = folder
+        self._folder, self._base = folder, base
         self._chunks, self._optimizer, self._scheduler = chunks, optimizer, scheduler
         self._controller = controller
         self._layout, self._identity, self._settings = layout, dict(identity), settings
@@ -165,6 +168,7 @@ class Checkpointer:
                 "scheduler": self._scheduler.state_dict(),
                 "controller": self._controller.state_dict(),
                 "num_updates": optimizer.num_updates,
+                **({} if self._base is None else {"base": str(self._base.resolve())}),
             },
             files={},
         )
@@ -289,16 +293,7 @@ class Checkpointer:
             CheckpointError: it is damaged or unsafe; on every rank; names the files, and the newest checkpoint
                 before it that is whole.
         """
-        own = _problems_of_share(path, part=dist.get_rank(), parts=dist.get_world_size())
-        found = list(dict.fromkeys(line for lines in gather_from_all(own) for line in lines))
-        if found:
-            advice = gather_from_all(_what_else(path) if dist.get_rank() == 0 else "")[0]
-            raise CheckpointError("\n".join([*found, advice]))
-
-    def _named_chunks(self) -> list[tuple[str, torch.nn.Module]]:
-        if len(self._chunks) == 1:
-            return [("model", self._chunks[0])]
-        return [(f"model{stage}", chunk) for stage, chunk in enumerate(self._chunks)]
+        check_checkpoint(path)
 
     def _content(
         self, *, with_random: bool, is_loading: bool = False, saved_optimizer: str | None = None
@@ -318,16 +313,13 @@ class Checkpointer:
         return content, optimizer
 
     def _weights(self) -> dict[str, Any]:
-        return {
-            key: without_extra_state(
-                unwrap(chunk).sharded_state_dict(metadata=dict(_METADATA))  # type: ignore[operator]
-            )
-            for key, chunk in self._named_chunks()
-        }
+        return sharded_weights(self._chunks, only_adapters=self._base is not None)
 
     def _fill_chunks(self, loaded: Mapping[str, Any]) -> None:
-        for key, chunk in self._named_chunks():
-            load_weights(unwrap(chunk), loaded[key])
+        for key, chunk in _named(self._chunks):
+            model = unwrap(chunk)
+            others = {} if self._base is None else model.state_dict()
+            load_weights(model, {**others, **loaded[key]})
 
     def _plain_layout(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self._layout), "world_size": dist.get_world_size()}
@@ -340,6 +332,48 @@ class Checkpointer:
                 + "\n".join(f"  {line}" for line in lines)
                 + "\nresume with the saved settings"
             )
+
+
+def sharded_weights(
+    chunks: Sequence[torch.nn.Module], *, only_adapters: bool = False
+) -> dict[str, Any]:
+    """Sharded state dict of each model chunk, with the chunk's key.
+
+    Layers are stacked into one tensor; but for adapters, which some layers may lack.
+    """
+    metadata = {**_METADATA, "non_homogeneous_layers": True} if only_adapters else _METADATA
+    content = {
+        key: without_extra_state(
+            unwrap(chunk).sharded_state_dict(metadata=dict(metadata))  # type: ignore[operator]
+        )
+        for key, chunk in _named(chunks)
+    }
+    if only_adapters:
+        return {
+            key: {name: tensor for name, tensor in weights.items() if MARK in name}
+            for key, weights in content.items()
+        }
+    return content
+
+
+def _named(chunks: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    if len(chunks) == 1:
+        return [("model", chunks[0])]
+    return [(f"model{stage}", chunk) for stage, chunk in enumerate(chunks)]
+
+
+def check_checkpoint(path: Path) -> None:
+    """Compare all files of a checkpoint with their checksums, each rank its share.
+
+    Raises:
+        CheckpointError: it is damaged or unsafe; on every rank; names the files, and the newest checkpoint
+            before it that is whole.
+    """
+    own = _problems_of_share(path, part=dist.get_rank(), parts=dist.get_world_size())
+    found = list(dict.fromkeys(line for lines in gather_from_all(own) for line in lines))
+    if found:
+        advice = gather_from_all(_what_else(path) if dist.get_rank() == 0 else "")[0]
+        raise CheckpointError("\n".join([*found, advice]))
 
 
 def _write(plan: PlannedSave, folder: Path) -> tuple[WrittenParts, dict[str, WrittenFile]]:

@@ -125,7 +125,7 @@ def _of_checkpoint(checkpoint: Path, fingerprint: str | None) -> Companions | No
     try:
         run = yaml.safe_load(settings.read_text())
         length = int(run["data"]["sequence_length"])
-        initial = run.get("init_from")
+        initial = run.get("init_from") or run.get("lora", {}).get("base")
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{settings}: cannot be read ({error})") from error
     if initial is not None:

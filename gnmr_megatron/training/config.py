@@ -12,7 +12,14 @@ from gnmr_megatron.data.config import DataConfig
 from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.errors import ConfigError, LayoutError
 from gnmr_megatron.models.config import LlamaConfig
-from gnmr_megatron.models.precision_plan import model_units, plan_problems, plan_units
+from gnmr_megatron.models.lora_config import LoraConfig
+from gnmr_megatron.models.precision_plan import (
+    UnitPlan,
+    lora_problems,
+    model_units,
+    plan_problems,
+    plan_units,
+)
 from gnmr_megatron.observability.config import TrackingConfig
 from gnmr_megatron.precision.catalog import PATHS
 from gnmr_megatron.precision.config import PrecisionConfig
@@ -199,6 +206,7 @@ class RunConfig:
     starts anew: optimizer, schedule, data and control. A resume ignores it."""
 
     model: LlamaConfig = field(default_factory=LlamaConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelLayout = field(default_factory=ParallelLayout)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -227,6 +235,14 @@ class RunConfig:
         return [
             parse_fault(item, where=f"faults[{index}]") for index, item in enumerate(self.faults)
         ]
+
+    def unit_plans(self) -> list[UnitPlan]:
+        """The paths of every projection.
+
+        Raises:
+            ConfigError: see `plan_units`.
+        """
+        return plan_units(self.model, self.precision, self.lora)
 
     @property
     def train_samples(self) -> int:
@@ -360,10 +376,11 @@ def _batch_problems(config: RunConfig, replicas: int) -> Iterator[str]:
 def precision_problems(config: RunConfig) -> Iterator[str]:
     """One line for each path or override that does not fit the model and its layout."""
     try:
-        plans = plan_units(config.model, config.precision)
+        plans = config.unit_plans()
     except ConfigError as error:
         yield str(error)
         return
+    yield from lora_problems(plans, config.lora)
     yield from plan_problems(
         plans,
         config.precision,
@@ -377,7 +394,7 @@ def precision_problems(config: RunConfig) -> Iterator[str]:
 def _units_with_scales(config: RunConfig) -> set[str]:
     """Units whose low path quantises with scales of ours."""
     try:
-        plans = plan_units(config.model, config.precision)
+        plans = config.unit_plans()
     except ConfigError:
         return {unit.id for unit in model_units(config.model)}  # precision_problems tells
     families = ("saved", "emulated", "deepseek")
@@ -386,6 +403,15 @@ def _units_with_scales(config: RunConfig) -> set[str]:
 
 def _schedule_problems(config: RunConfig) -> Iterator[str]:
     optimizer, steps = config.optimizer, config.train.steps
+    if config.lora.is_on:
+        given = {config.lora.base, config.init_from} - {None}
+        if not given:
+            yield "lora.base: adapters need frozen weights; name a checkpoint, or a run folder"
+        elif len(given) > 1:
+            yield (
+                f"lora.base: {config.lora.base} and init_from {config.init_from} both say where the frozen weights "
+                "come from; leave one of them out"
+            )
     if config.gnmr.policy == "oracle" and not config.train.oracle_interval:
         yield "gnmr.policy: oracle needs train.oracle_interval, how often it measures; 1 is every step"
     if config.gnmr.mode == "disabled" and config.train.oracle_interval:

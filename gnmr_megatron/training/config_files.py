@@ -124,6 +124,8 @@ def write_config(config: RunConfig, path: Path) -> None:
         settings["precision"]["recipe"] = str(Path(config.precision.recipe).resolve())
     if config.init_from is not None:
         settings["init_from"] = str(Path(config.init_from).resolve())
+    if config.lora.base is not None:
+        settings["lora"]["base"] = str(Path(config.lora.base).resolve())
     path.write_text(yaml.safe_dump(settings, sort_keys=False))
 
 

@@ -43,7 +43,7 @@ from gnmr_megatron.training.companions import (
     tokenizer_in,
     write_companions,
 )
-from gnmr_megatron.training.identity import run_identity, saved_model
+from gnmr_megatron.training.identity import LORA_RANK, run_identity, saved_model
 from gnmr_megatron.training.initial_weights import find_checkpoint
 
 WEIGHTS_ONLY = "none"
@@ -97,7 +97,7 @@ def huggingface_to_megatron(
     stored = folder.check(groups, is_tied=config.tie_embeddings)
     config = dataclasses.replace(config, dtype="bf16" if stored == "BF16" else "fp32")
     dtype = DTYPES[stored]
-    placed = {_piece(item, config): item for group in groups for item in group}
+    placed = {piece_of(item, config): item for group in groups for item in group}
 
     def make(piece: Piece) -> Tensor:
         item = placed[piece]
@@ -108,16 +108,16 @@ def huggingface_to_megatron(
                 f"{source}: {next(iter(item.shapes))} cannot be read: {error}"
             ) from error
 
-    with _new_folder(output) as partial:
+    with new_folder(output) as partial:
         names = write_weights(
             partial,
-            [[_piece(item, config) for item in group] for group in groups],
+            [[piece_of(item, config) for item in group] for group in groups],
             make,
             dtype=dtype,
             written=lambda files: on_progress(files, len(groups)),
         )
         names += copy_files(source, partial / FILES)
-        _write_settings(config, tokenizer_path, output, partial)
+        write_settings(config, tokenizer_path, output, partial)
         CheckpointDescription(
             step=0,
             layout={**dataclasses.asdict(ParallelLayout()), "world_size": 1},
@@ -167,6 +167,11 @@ def megatron_to_huggingface(
     damages = verify(path)
     if damages:
         raise CheckpointError("\n".join(damages))
+    if description.identity.get(LORA_RANK):
+        raise ConfigError(
+            f"{path}: holds adapters only; for whole weights: gnmr-megatron lora merge {path} --output FOLDER; for "
+            f"PEFT: gnmr-megatron lora export {path} --output FOLDER"
+        )
     config = saved_model(description.identity)
     fingerprint = description.identity.get("tokenizer")
     companions = companions_of(path, files_from=files_from, fingerprint=fingerprint)
@@ -175,12 +180,12 @@ def megatron_to_huggingface(
     reader = WeightReader(path)
     dtype = reader.dtype(groups[0][0].weight.megatron)
     name = str(dtype).removeprefix("torch.")
-    with _new_folder(output) as partial:
+    with new_folder(output) as partial:
         writer = ShardedWriter(partial, max_shard_bytes)
         for number, group in enumerate(groups):
             tensors: dict[str, Tensor] = {}
             for item in group:
-                tensors |= split(item, reader.read(_piece(item, config)), config)
+                tensors |= split(item, reader.read(piece_of(item, config)), config)
             writer.add(tensors)
             on_progress(number + 1, len(groups))
         num_bytes = writer.finish()
@@ -211,7 +216,8 @@ def _notes(vocab_size: int, tokenizer_size: int | None, stored: str) -> Iterator
         yield "weights are F16 and were widened to FP32, which holds them exactly"
 
 
-def _piece(item: PlacedWeight, config: LlamaConfig) -> Piece:
+def piece_of(item: PlacedWeight, config: LlamaConfig) -> Piece:
+    """Where a weight lies in a checkpoint."""
     return Piece(item.weight.megatron, item.shape, item.layer, config.num_layers)
 
 
@@ -231,9 +237,7 @@ def _vocab_size(path: Path, description: CheckpointDescription, companions: Comp
     return companions.tokenizer.vocab_size
 
 
-def _write_settings(
-    config: LlamaConfig, tokenizer: Path | None, output: Path, folder: Path
-) -> None:
+def write_settings(config: LlamaConfig, tokenizer: Path | None, output: Path, folder: Path) -> None:
     """config.yaml: what `train` has to know of the model."""
     settings: dict[str, Any] = {
         "init_from": str(output.resolve()),
@@ -245,7 +249,7 @@ def _write_settings(
 
 
 @contextmanager
-def _new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path) -> Iterator[Path]:
     """A folder that gets its name when all is in it.
 
     Raises:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gnmr_megatron.data.batches import Batch, GivesBatches
+from gnmr_megatron.models.discovery import unit_parameters
 from gnmr_megatron.models.recoverable_linear import RecoverableLinear
 from gnmr_megatron.training.fault_settings import Fault
 from gnmr_megatron.training.optimizer import ClippingOptimizer
@@ -101,12 +102,12 @@ class FaultInjection:
         loss = self._model.forward_backward(batches, status)
         for fault in (*self.now("scale_gradient"), *self.now("poison_gradient")):
             for name in fault.units_among(list(self._linears)):
-                weight: Any = self._linears[name].weight
-                gradient: Tensor = weight.main_grad
-                if fault.kind == "scale_gradient":
-                    gradient.mul_(fault.factor)
-                else:
-                    gradient.fill_(fault.value)
+                for parameter in unit_parameters(self._linears[name]):
+                    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]  # engine's buffer
+                    if fault.kind == "scale_gradient":
+                        gradient.mul_(fault.factor)
+                    else:
+                        gradient.fill_(fault.value)
         return loss
 
     def _let_scales_be_stale(self) -> None:

@@ -11,6 +11,9 @@ from gnmr_megatron.models.config import LlamaConfig
 Identity = Mapping[str, Any]
 """Plain values by dotted key."""
 
+LORA_RANK = "lora.rank"
+"""Key of the rank of adapters; 0 where the whole model was trained."""
+
 _MODEL = "model."
 
 
@@ -39,11 +42,12 @@ def saved_model(identity: Identity) -> LlamaConfig:
 def differences(saved: Identity, now: Identity, *, ignored: Collection[str] = ()) -> list[str]:
     """One line for each value that is another one now.
 
-    Checkpoints of older versions lack some: a model field then had its default, and the size of the vocabulary
-    follows from the tokenizer.
+    Checkpoints of older versions lack some: a model field then had its default, the size of the vocabulary
+    follows from the tokenizer, and there were no adapters.
     """
     complete = {
         "vocab_size": now.get("vocab_size"),
+        LORA_RANK: 0,
         **{f"{_MODEL}{f.name}": f.default for f in dataclasses.fields(LlamaConfig)},
         **saved,
     }

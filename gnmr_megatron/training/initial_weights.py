@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 from gnmr_megatron.data.manifest import DatasetInfo
 from gnmr_megatron.errors import CheckpointError, ConfigError
+from gnmr_megatron.models.lora_config import LoraConfig
 from gnmr_megatron.training.checkpoint_files import (
     DESCRIPTION,
     FOLDER,
@@ -13,7 +17,7 @@ from gnmr_megatron.training.checkpoint_files import (
     complete_checkpoints,
 )
 from gnmr_megatron.training.config import RunConfig
-from gnmr_megatron.training.identity import differences, run_identity, saved_model
+from gnmr_megatron.training.identity import LORA_RANK, differences, run_identity, saved_model
 
 # weights are converted to the type of the run, and how they would have been drawn does not matter
 _FREE = {"model.dtype", "model.init_std", "model.vocab_padding_multiple", "vocab_size"}
@@ -39,18 +43,60 @@ def find_checkpoint(folder: Path) -> Path:
 
 
 def initial_weights(config: RunConfig, data: DatasetInfo) -> Path | None:
-    """The checkpoint that `init_from` means, or None.
+    """The checkpoint that `init_from` means, or None; with adapters it is that of the base.
 
     Raises:
         ConfigError: it is no checkpoint, or one of another model or tokenizer; says what differs.
     """
-    if config.init_from is None:
+    if config.init_from is None or config.lora.is_on:
         return None
+    return _fitting_checkpoint("init_from", config.init_from, config, data)
+
+
+def base_weights(config: RunConfig, data: DatasetInfo) -> Path | None:
+    """The checkpoint of the frozen weights under adapters, or None without adapters.
+
+    Raises:
+        ConfigError: as for `initial_weights`.
+    """
+    if not config.lora.is_on:
+        return None
+    key, value = (
+        ("lora.base", config.lora.base) if config.lora.base else ("init_from", config.init_from)
+    )
+    assert value is not None  # validated
+    return _fitting_checkpoint(key, value, config, data)
+
+
+def lora_identity(config: LoraConfig, base: Path | None) -> dict[str, Any]:
+    """What has to be equal of adapters on resume: their shape, where they are, and what lies under them."""
+    if base is None:
+        return {LORA_RANK: 0}
+    return {
+        LORA_RANK: config.rank,
+        "lora.alpha": config.alpha,
+        "lora.units": config.units,
+        "lora.base": fingerprint(CheckpointDescription.read(base)),
+    }
+
+
+def fingerprint(description: CheckpointDescription) -> str:
+    """What tells the weights of a checkpoint from others: the checksums of all its files in one."""
+    sums = json.dumps({name: file.sha256 for name, file in sorted(description.files.items())})
+    return hashlib.sha256(sums.encode()).hexdigest()
+
+
+def _fitting_checkpoint(key: str, value: str, config: RunConfig, data: DatasetInfo) -> Path:
     try:
-        path = find_checkpoint(Path(config.init_from))
+        path = find_checkpoint(Path(value))
         saved = CheckpointDescription.read(path).identity
     except CheckpointError as error:
-        raise ConfigError(f"init_from: {error}") from error
+        raise ConfigError(f"{key}: {error}") from error
+    if saved.get(LORA_RANK):
+        raise ConfigError(
+            f"{key}: {path} holds adapters only; merge them with their base first: gnmr-megatron lora merge {path} "
+            "--output FOLDER"
+        )
     now = run_identity(
         config.model, tokenizer=data.tokenizer_fingerprint, vocab_size=data.vocab_size
     )
@@ -64,7 +110,7 @@ def initial_weights(config: RunConfig, data: DatasetInfo) -> Path | None:
         )
     if lines:
         raise ConfigError(
-            f"init_from: {path} does not fit this run:\n"
+            f"{key}: {path} does not fit this run:\n"
             + "\n".join(f"  {line}" for line in lines)
             + "\nset these as they were saved, and prepare data with the saved tokenizer"
         )

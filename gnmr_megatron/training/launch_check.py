@@ -21,7 +21,7 @@ from gnmr_megatron.data.tokenizer import file_hash
 from gnmr_megatron.errors import ConfigError, GnmrError
 from gnmr_megatron.training.checkpoint_files import DESCRIPTION
 from gnmr_megatron.training.config import RunConfig, validate
-from gnmr_megatron.training.initial_weights import initial_weights
+from gnmr_megatron.training.initial_weights import base_weights, initial_weights
 
 PROBLEM = "cannot start"
 _EDGE_BYTES = 1 << 20
@@ -59,11 +59,14 @@ def node_facts(config: RunConfig, *, world_size: int) -> dict[str, str]:
     data = describe_datasets(config.data)
     validate(config, world_size=world_size, vocab_size=data.vocab_size)
     initial = initial_weights(config, data) if config.resume is None else None
+    base = base_weights(config, data)
     facts = version_facts()
     facts.update(_flat(dataclasses.asdict(config)))
     facts["tokenizer"] = data.tokenizer_fingerprint[:16]
     if initial is not None:
         facts["init_from (checkpoint.json)"] = file_hash(initial / DESCRIPTION)[:16]
+    if base is not None:
+        facts["lora.base (checkpoint.json)"] = file_hash(base / DESCRIPTION)[:16]
     for prefix in (*data.prefixes, *data.mask_prefixes):
         facts[f"data in {prefix}"] = data_hash(prefix)
     return facts

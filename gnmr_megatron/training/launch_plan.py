@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from gnmr_megatron.models.precision_plan import plan_units
 from gnmr_megatron.training.config import RunConfig
 
 
@@ -85,7 +84,7 @@ class LaunchPlan:
             sizes[0] = layout.num_layers_in_first_pipeline_stage // chunks
         if layout.num_layers_in_last_pipeline_stage is not None:
             sizes[-1] = layout.num_layers_in_last_pipeline_stage // chunks
-        plans = plan_units(self.config.model, self.config.precision)
+        plans = self.config.unit_plans()
         rows = []
         for stage, each in enumerate(sizes):
             starts = [chunk * sum(sizes) + sum(sizes[:stage]) for chunk in range(chunks)]

@@ -44,18 +44,19 @@ from gnmr_megatron.models.llama import (
     engine_option_problems,
     transformer_config,
 )
-from gnmr_megatron.models.precision_plan import UnitPlan, plan_units, uses_te
+from gnmr_megatron.models.precision_plan import UnitPlan, uses_te
 from gnmr_megatron.models.switchboard import Switchboard, recoverable_units
 from gnmr_megatron.models.switches import path_switches
 from gnmr_megatron.observability.risk_matrix import recorded_decisions
 from gnmr_megatron.precision.catalog import PATHS
 from gnmr_megatron.precision.fusion import fused_kernels_are_used
+from gnmr_megatron.training.base_weights import load_base_and_add_adapters
 from gnmr_megatron.training.checkpoint import Checkpointer
 from gnmr_megatron.training.config import RunConfig, TrainSettings, validate
 from gnmr_megatron.training.evaluation import Evaluation
 from gnmr_megatron.training.faults import FaultInjection
 from gnmr_megatron.training.identity import run_identity
-from gnmr_megatron.training.initial_weights import initial_weights
+from gnmr_megatron.training.initial_weights import base_weights, initial_weights, lora_identity
 from gnmr_megatron.training.loop import Trainer, TrainingBatches
 from gnmr_megatron.training.optimizer import ClippingOptimizer, build_optimizer, build_scheduler
 from gnmr_megatron.training.oracle import LooksAhead, NoOracle, Oracle
@@ -79,7 +80,8 @@ def set_up(config: RunConfig) -> Trainer:
     validate(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), vocab_size=data.vocab_size)
     if config.resume is None:
         initial_weights(config, data)
-    plans = plan_units(config.model, config.precision)
+    base = base_weights(config, data)
+    plans = config.unit_plans()
     if data.kind == "instruction" and uses_te(plans):
         raise ConfigError(
             "data.datasets: instruction data is packed, and the attention of te_* paths would see across examples; "
@@ -90,19 +92,19 @@ def set_up(config: RunConfig) -> Trainer:
         config.parallel, seed=config.seed, timeout=timedelta(minutes=config.train.timeout_minutes)
     )
     folder = agree_on_folder(config)
-    chunks = _wrap(
-        build_chunks(
-            config.model,
-            engine,
-            vocab_size=data.vocab_size,
-            sequence_length=config.data.sequence_length,
-            seed=config.seed,
-            device=device,
-            uses_te=uses_te(plans),
-        ),
+    models = build_chunks(
+        config.model,
         engine,
-        config.parallel,
+        vocab_size=data.vocab_size,
+        sequence_length=config.data.sequence_length,
+        seed=config.seed,
+        device=device,
+        uses_te=uses_te(plans),
     )
+    ids = {plan.unit.id for plan in plans}
+    if base is not None:
+        load_base_and_add_adapters(base, models, config.lora, ids=ids, seed=config.seed)
+    chunks = _wrap(models, engine, config.parallel)
     optimizer = build_optimizer(
         chunks, config.optimizer, config.parallel, DTYPES[config.model.dtype]
     )
@@ -110,7 +112,7 @@ def set_up(config: RunConfig) -> Trainer:
     connect_engine(engine, chunks, optimizer, config.parallel)
 
     units = recoverable_units(plans)
-    linears = local_linears(chunks, {plan.unit.id for plan in plans})
+    linears = local_linears(chunks, ids)
     controller = _controller(config.gnmr, units)
     switchboard = Switchboard(
         plans, path_switches(config.precision, plans, linears, device), seed=config.seed
@@ -128,8 +130,10 @@ def set_up(config: RunConfig) -> Trainer:
             vocab_size=data.vocab_size,
             units=units.fingerprint,
             seed=config.seed,
+            **lora_identity(config.lora, base),
         ),
         settings=config.checkpoint,
+        base=base,
     )
     initial = None if folder.candidates else initial_weights(config, data)
     state, troubles = resume(config, folder, checkpointer, controller, initial=initial)
