@@ -2,7 +2,13 @@ import pytest
 
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.models.config import LlamaConfig
-from gnmr_megatron.models.precision_plan import model_units, plan_problems, plan_units
+from gnmr_megatron.models.lora_config import LoraConfig
+from gnmr_megatron.models.precision_plan import (
+    lora_problems,
+    model_units,
+    plan_problems,
+    plan_units,
+)
 from gnmr_megatron.precision.config import PrecisionConfig
 
 MODEL = LlamaConfig(
@@ -233,3 +239,29 @@ def test_shards_have_to_fit_too():
     assert problems_of(**settings) == []
     (problem, *_) = problems_of(tensor_parallel=4, **settings)
     assert "the input on a rank is 24" in problem  # 96 / 4
+
+
+def test_with_adapters_other_units_are_fixed_on_their_low_path():
+    precision = PrecisionConfig(low="frozen_int8", recovery="bf16")
+    lora = LoraConfig(rank=4, units=["*.linear_qkv", "decoder.layers.0.mlp.*"])
+    plans = plan_units(MODEL, precision, lora)
+    controlled = {plan.unit.id for plan in plans if not plan.is_fixed}
+    adapted = {plan.unit.id for plan in plans if lora.adapts(plan.unit.id)}
+    assert controlled == adapted
+    assert len(adapted) == MODEL.num_layers + 2
+    assert {(plan.low, plan.recovery) for plan in plans if plan.is_fixed} == {
+        ("frozen_int8", "frozen_int8")
+    }
+    assert list(lora_problems(plans, lora)) == []
+
+
+def test_paths_and_frozen_weights_have_to_fit_each_other():
+    lora = LoraConfig(rank=4)
+    emulated = plan_units(MODEL, PrecisionConfig(low="fp8_e4m3", recovery="bf16"), lora)
+    (problem,) = lora_problems(emulated, lora)
+    assert "units with frozen weights do not run on fp8_e4m3" in problem
+    frozen = plan_units(MODEL, PrecisionConfig(low="frozen_int8", recovery="bf16"))
+    (problem,) = lora_problems(frozen, LoraConfig())
+    assert "frozen_int8 is for frozen weights" in problem
+    with pytest.raises(ConfigError, match=r"lora.units\[1\]: '\*.linear_fc3' matches no unit"):
+        plan_units(MODEL, PrecisionConfig(), LoraConfig(rank=4, units=["*", "*.linear_fc3"]))
