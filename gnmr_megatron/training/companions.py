@@ -89,7 +89,7 @@ def companions_of(
     found = found or _of_checkpoint(checkpoint, fingerprint)
     if found is None:
         raise ConfigError(
-            f"{checkpoint}: lies in no run that tells the tokenizer and the length of sequences; give a folder with "
+            f"{checkpoint}: neither it nor a run around it leads to a tokenizer that is there; give a folder with "
             f"{_CONFIG} and the tokenizer's files: --files-from FOLDER"
         )
     if fingerprint and found.tokenizer and found.tokenizer.fingerprint != fingerprint:

@@ -1,4 +1,8 @@
-"""One rank of a run that starts from a converted checkpoint: writes logits of the first tokens, then saves."""
+"""One rank of runs that start from a converted checkpoint.
+
+The first one writes logits of its first tokens and saves before it trains; the options after `--` are those of a
+second run, which only trains.
+"""
 
 import sys
 import warnings
@@ -15,10 +19,13 @@ def main(output, *arguments):
     from gnmr_megatron.training.config_files import parse_run, run_parser
     from gnmr_megatron.training.setup import set_up
 
-    config, _ = parse_run(run_parser("worker", description="", epilog=""), arguments)
-    trainer = set_up(config)
+    def trainer_of(options):
+        return set_up(parse_run(run_parser("worker", description="", epilog=""), options)[0])
+
+    end = arguments.index("--")
+    trainer = trainer_of(arguments[:end])
     chunks = trainer.step.model.chunks
-    length = config.data.sequence_length
+    length = 32
     tokens = torch.arange(2 * length).view(2, length) * 7 % 250
     positions = torch.arange(length).repeat(2, 1)
 
@@ -41,6 +48,10 @@ def main(output, *arguments):
         if parallel_state.get_tensor_model_parallel_rank() == 0:
             torch.save({"tokens": tokens, "logits": logits}, Path(output))
     trainer.saving.checkpointer.save(trainer.state)
+    trainer.train()
+    trainer.recorder.close()
+    parallel_state.destroy_model_parallel()  # the world stays: a second one cannot be joined
+    trainer = trainer_of(arguments[end + 1 :])
     trainer.train()
     trainer.recorder.close()
 

@@ -23,6 +23,14 @@ from tests.tiny_llama import assert_same_tensors, save_llama, save_tokenizer, te
 
 FREE = {key: value for key, value in TINY.items() if not key.startswith("model.")}
 LAYOUT = {"parallel.tensor_model_parallel_size": 2, "parallel.pipeline_model_parallel_size": 2}
+SHARDED = {
+    "name": "sharded",
+    "model.dtype": "bf16",
+    "parallel.tensor_model_parallel_size": 1,
+    "parallel.use_distributed_optimizer": "true",
+    "optimizer.lr": 1e-6,
+    "optimizer.weight_decay": 0,
+}
 
 
 def verb(*arguments):
@@ -58,7 +66,8 @@ def world(tmp_path_factory):
     }  # fmt: skip
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
     worker = [Path(__file__).with_name("convert_worker.py"), folder / "logits.pt"]
-    arguments = ["--config", folder / "llama/config.yaml", *options(settings)]
+    base = ["--config", folder / "llama/config.yaml"]
+    arguments = [*base, *options(settings), "--", *base, *options(settings | SHARDED)]
     trained = subprocess.run(
         [sys.executable, *command, *worker, *map(str, arguments)],
         capture_output=True,
@@ -96,6 +105,13 @@ def test_a_tuned_run_is_exported_with_the_tokenizer_and_settings_it_came_with(wo
     model = LlamaForCausalLM.from_pretrained(world / "tuned-hf")
     assert model.config.max_position_embeddings == 32
     assert model.config.rope_parameters["rope_type"] == "llama3"
+
+
+def test_main_parameters_of_a_sharded_optimizer_start_from_the_weights_too(world):
+    done("convert", "megatron-to-hf", world / "sharded", "--output", world / "sharded-hf")
+    before, after = tensors_of(world / "hf"), tensors_of(world / "sharded-hf")
+    for name, tensor in before.items():  # three steps of at most 1e-6, then rounded
+        torch.testing.assert_close(after[name], tensor.bfloat16(), rtol=2**-7, atol=1e-5)
 
 
 def test_a_run_from_scratch_is_exported_with_its_own_tokenizer(world, tmp_path):
