@@ -47,14 +47,15 @@ def page_of_one(folder, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pages_of_three(folder, tmp_path_factory):
-    """A page of the run, of a small one, and of one without a matrix."""
+def page_of_three(tmp_path_factory):
+    """A page of small runs: with few steps, with a map, and without a matrix."""
     place = tmp_path_factory.mktemp("three")
+    record(place / "first", num_layers=1, steps=1, config=BUSY)
     record(place / "second", num_layers=1, steps=60, config=BUSY)
     record(place / "bare", num_layers=1, steps=200, config=BUSY, shocks=0.05)
     for name in ("risk_matrix.bin", "units.json"):
         (place / "bare" / name).unlink()
-    return write_report([folder, place / "second", place / "bare"], place / "three.html")
+    return write_report([place / "first", place / "second", place / "bare"], place / "three.html")
 
 
 @pytest.fixture(scope="module")
@@ -88,13 +89,13 @@ class Opened:
 
 
 @pytest.fixture(scope="module")
-def opened(browser, page_of_one, pages_of_three):
+def opened(browser, page_of_one, page_of_three):
     """Each page, opened once."""
     return {
         "laptop": Opened(browser, page_of_one, LAPTOP),
         "dark": Opened(browser, page_of_one, DARK),
         "phone": Opened(browser, page_of_one, PHONE),
-        "three": Opened(browser, pages_of_three, LAPTOP),
+        "three": Opened(browser, page_of_three, LAPTOP),
     }
 
 

@@ -225,4 +225,6 @@ def _count(number: int, what: str) -> str:
 
 def _percent(value: float) -> str:
     """Two significant digits, and never 0 where there is something."""
+    if 0 < value < 0.001:
+        return "less than 0.001 %"
     return f"{value:.2g} %" if value < 10 else f"{value:.0f} %"

@@ -99,6 +99,11 @@ const Lines = {
       },
       { rootMargin: "100px" },
     );
+    addEventListener("beforeprint", () => {
+      for (const plot of Lines.plots.filter(({ element }) => element.clientWidth)) {
+        Lines.draw(plot); // also those that were never in sight
+      }
+    });
     View.listeners.push(Lines.drawAgain);
     Theme.listeners.push(Lines.drawAgain);
   },
