@@ -50,6 +50,8 @@ def clone(tmp_path, monkeypatch):
     """A folder in which the commands find the files that they name."""
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "calibrated.yaml").write_text("gnmr: {alpha: 2.0}\n")
+    (tmp_path / "checkpoints/llama").mkdir(parents=True)
+    (tmp_path / "checkpoints/llama/config.yaml").write_text("model: {num_layers: 4}\n")
     (tmp_path / "runs/quickstart").mkdir(parents=True)
     (tmp_path / "runs/quickstart/config.yaml").write_text("name: earlier\n")
     monkeypatch.chdir(tmp_path)
