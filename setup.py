@@ -56,6 +56,7 @@ setup(
             "ml_dtypes>=0.5",
             "accelerate>=1",
             "mypy>=1.15",
+            "peft>=0.21",
             "playwright>=1.45",
             "pyte>=0.8",
             "pytest>=8.2",
