@@ -53,7 +53,10 @@ def _linear_problem(name: PathName) -> str | None:
     """Run a linear forward and backward on the path, and compare it with the exact one."""
     import torch
 
+    from gnmr_megatron.precision.frozen import PER_OUTPUT_CHANNEL, FrozenPath
     from gnmr_megatron.precision.linear import linear
+    from gnmr_megatron.precision.paths import PrecisionPath
+    from gnmr_megatron.precision.quantization import pack
     from gnmr_megatron.precision.registry import precision_path
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -62,11 +65,16 @@ def _linear_problem(name: PathName) -> str | None:
         torch.randn(shape, generator=draw).to(device, torch.bfloat16)
         for shape in ((_TOKENS, 1, _WIDTH), (_WIDTH, _WIDTH), (_TOKENS, 1, _WIDTH))
     )
+    settings = PrecisionConfig(granularity="group", group_size=_GROUP)
+    tried: PrecisionPath = (
+        FrozenPath(name, packed=pack(weight, PER_OUTPUT_CHANNEL))
+        if PATHS[name].family == "frozen"
+        else precision_path(name, settings)
+    )
     results = []
-    for path in ("fp32", name):
+    for path in (precision_path("fp32", settings), tried):
         inputs = (x.clone().requires_grad_(), weight.clone().requires_grad_())
-        settings = PrecisionConfig(granularity="group", group_size=_GROUP)
-        output = linear(inputs[0], inputs[1], precision_path(path, settings))
+        output = linear(inputs[0], inputs[1], path)
         results.append([output.detach(), *torch.autograd.grad(output, inputs, grad_output)])
     for what, exact, ours in zip(("output", "input", "weight"), *results, strict=True):
         error = ((ours.float() - exact.float()).norm() / exact.float().norm()).item()

@@ -17,6 +17,7 @@ PACKAGE = "gnmr-megatron"
 # where a module is not called as its package, with "_" for "-"
 MODULES = {
     "megatron-core": "megatron.core",
+    "pillow": "PIL",
     "pyyaml": "yaml",
     "transformer-engine": "transformer_engine.pytorch",
 }
