@@ -60,3 +60,19 @@ def test_what_needs_no_torch_imports_none(module):
 def test_settings_are_checked_without_torch():
     code = "import sys, gnmr_megatron.cli.train, gnmr_megatron.cli.prepare_data; print('torch' in sys.modules)"
     assert run(code).strip() == "False"
+
+
+def test_a_device_context_still_places_what_factories_make():
+    """As transformers' from_pretrained needs it; in a process in which nobody has asked torch before."""
+    program = (
+        "import torch\n"
+        "from gnmr_megatron.distributed.cpu_adapter import enable_cpu\n"
+        "assert enable_cpu()\n"
+        "with torch.device('meta'):\n"
+        "    made = torch.empty(2), torch.zeros(2), torch.arange(2), torch.tensor([2])\n"
+        "print({tensor.device.type for tensor in made})\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False
+    )
+    assert result.stdout == "{'meta'}\n", result.stderr
