@@ -29,6 +29,7 @@ from gnmr_megatron.analysis.experiments.results import (
 )
 from gnmr_megatron.analysis.experiments.suite import SMOKE, find_suite
 from gnmr_megatron.analysis.recorded_run import RecordedRun
+from gnmr_megatron.analysis.report import write_report
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.observability.append_file import replace_file
 
@@ -39,7 +40,7 @@ Take a matrix of runs (arms x seeds) and compare them: held-out loss with 95 % i
 and high path that is closed, recovered unit-steps, spikes, detection of faults. Runs that are done stay; the others
 start, or go on where they stopped.
 
-Writes OUTPUT/results.csv, results.md and a run folder for each run."""
+Writes OUTPUT/results.csv, results.md, report.html (a run of each arm) and a run folder for each run."""
 
 EPILOG = """\
 examples:
@@ -101,11 +102,16 @@ def run(arguments: Sequence[str]) -> int:
         if planned.is_done and (found := correlations(RecordedRun(planned.folder)))
     }
     _write(output, rows, as_markdown(suite, gap, arms) + ranking_as_markdown(ranking))
+    first = {planned.arm.name: planned.folder for planned in reversed(runs) if planned.is_done}
+    if first:  # a page of all runs would be large: one of each arm
+        write_report(list(first.values())[::-1], output / "report.html")
     if options.json:
-        sys.stdout.write(json.dumps(as_json(gap, arms)) + "\n")
+        sys.stdout.write(json.dumps(as_json(suite, gap, arms)) + "\n")
     else:
         sys.stdout.write((output / "results.md").read_text())
-        sys.stdout.write(f"written: {output}/results.csv, {output}/results.md\n")
+        sys.stdout.write(
+            f"written: {output}/results.csv, results.md, report.html (a run of each arm)\n"
+        )
     for failure in failures:
         sys.stderr.write(f"gnmr-megatron experiment: {failure}\n")
     return 1 if failures else 0

@@ -76,6 +76,7 @@ def test_the_figures_are_those_of_the_runs(taken):
         assert float(row["held_out_loss"]) == summary["held_out_loss"]
         assert int(row["recovered_unit_steps"]) == summary["recovered_unit_steps"]
         assert told["arms"][arm]["held_out_loss"] == summary["held_out_loss"]
+    assert "bf16-s3" in (folder / "out/report.html").read_text()
     assert float(rows["int2"]["kept_bytes"]) < float(rows["bf16"]["kept_bytes"])
 
 

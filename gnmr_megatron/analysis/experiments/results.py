@@ -330,13 +330,16 @@ def ranking_as_markdown(
     return "\n".join([*lines, ""])
 
 
-def as_json(gap: Gap, arms: Sequence[ArmFigures]) -> dict[str, object]:
-    """Plain values: the gap, and means by arm."""
+def as_json(suite: Suite, gap: Gap, arms: Sequence[ArmFigures]) -> dict[str, object]:
+    """Plain values: the gap, means by arm, and on top how the suite's subject answered injected faults."""
 
     def number(value: float) -> float | None:
         return value if np.isfinite(value) else None
 
+    keys = ("hit_rate", "false_rate", "detection_delay")
+    subject = next((arm for arm in arms if arm.arm == suite.subject), None)
     return {
+        **({key: number(subject.values[key].mean) for key in keys} if subject else {}),
         "gap": number(gap.difference.mean),
         "gap_exists": gap.exists,
         "arms": {

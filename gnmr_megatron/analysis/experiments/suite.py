@@ -63,6 +63,7 @@ class Suite:
         low: arm of the low path, from which the gap to close is counted.
         high: arm of the high path, up to which it is counted.
         oracle: arm with the best choice at the same budget, or None.
+        subject: arm that the question is about, whose detection of faults stands for the suite, or None.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Suite:
     low: str
     high: str
     oracle: str | None = None
+    subject: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> Suite:
@@ -100,8 +102,13 @@ class Suite:
 
     def _check(self, path: Path) -> None:
         named = {"low": self.low, "high": self.high}
-        if self.oracle is not None:
-            named["oracle"] = self.oracle
+        named.update(
+            {
+                key: arm
+                for key, arm in (("oracle", self.oracle), ("subject", self.subject))
+                if arm is not None
+            }
+        )
         for arm in self.arms.values():
             if arm.budget_of is not None:
                 named[f"arms.{arm.name}.budget_of"] = arm.budget_of

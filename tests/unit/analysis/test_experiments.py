@@ -15,6 +15,7 @@ from gnmr_megatron.analysis.experiments.results import (
     Gap,
     Interval,
     RunFigures,
+    as_json,
     as_markdown,
     by_arm,
 )
@@ -120,6 +121,19 @@ def test_the_gap_is_paired_by_seed_and_what_an_arm_closes_of_it(tmp_path):
     assert copy.gap_closed.mean == pytest.approx(0.5)
     assert copy.regret.mean == pytest.approx((0.5 + 0.45) / 2)
     assert copy.step_time_ratio.mean == pytest.approx(1.25)
+
+
+def test_the_answer_of_the_suites_subject_to_faults_is_on_top(tmp_path):
+    rows = [
+        row("low", 1, 5.0, hit_rate=0.0),
+        row("high", 1, 4.0),
+        row("copy", 1, 4.5, hit_rate=0.75, false_rate=0.01, detection_delay=2.0),
+    ]
+    trial = suite(tmp_path, subject="copy")
+    told = as_json(trial, *by_arm(trial, rows))
+    assert (told["hit_rate"], told["false_rate"], told["detection_delay"]) == (0.75, 0.01, 2.0)
+    assert told["arms"]["low"]["hit_rate"] == 0.0
+    assert "hit_rate" not in as_json(suite(tmp_path), *by_arm(trial, rows))
 
 
 def test_no_share_of_a_gap_is_told_where_there_is_none(tmp_path):
