@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gnmr_megatron.errors import GnmrError
-from gnmr_megatron.models.precision_plan import plan_units
 from gnmr_megatron.precision.catalog import PATHS, PathName
 from gnmr_megatron.training.checkup.devices import check_devices, gpu_names
 from gnmr_megatron.training.checkup.findings import NODES, RUN, Finding, Report, Topic
@@ -56,7 +55,7 @@ class Subject:
         if self.config is None:
             return set()
         try:
-            plans = plan_units(self.config.model, self.config.precision)
+            plans = self.config.unit_plans()
         except GnmrError:  # told among the settings
             return {self.config.precision.low, self.config.precision.recovery}
         return {path for plan in plans for path in plan.paths}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from gnmr_megatron.models.precision_plan import plan_units
 from gnmr_megatron.observability.risk_matrix import risk_matrix_dtype
 from gnmr_megatron.training.checkpoint_files import checkpoint_path, expendable
 from gnmr_megatron.training.config import RunConfig
@@ -40,7 +39,7 @@ class DiskNeed:
 
 def disk_need(config: RunConfig, *, vocab_size: int, world_size: int) -> DiskNeed:
     """What the run folder comes to, without what W&B writes there."""
-    units = sum(not plan.is_fixed for plan in plan_units(config.model, config.precision))
+    units = sum(not plan.is_fixed for plan in config.unit_plans())
     matrix = 0 if config.gnmr.mode == "disabled" else risk_matrix_dtype(units).itemsize
     return DiskNeed(
         checkpoint=checkpoint_bytes(config, vocab_size=vocab_size, world_size=world_size),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gnmr_megatron.models.precision_plan import UnitPlan, plan_units
+from gnmr_megatron.models.precision_plan import UnitPlan
 from gnmr_megatron.precision.catalog import PATHS
 from gnmr_megatron.training.config import RunConfig
 from gnmr_megatron.training.launch_plan import LaunchPlan
@@ -75,9 +75,7 @@ def parameters_of_stage(plan: LaunchPlan, stage: int, *, vocab_size: int) -> int
     model, tensor = config.model, config.parallel.tensor_model_parallel_size
     last_stage = config.parallel.pipeline_model_parallel_size - 1
     projections = [
-        math.prod(unit.held(tensor))
-        for unit in plan_units(model, config.precision)
-        if unit.unit.layer == 0
+        math.prod(unit.held(tensor)) for unit in config.unit_plans() if unit.unit.layer == 0
     ]
     total = len(_layers(plan, stage)) * (sum(projections) + 2 * model.hidden_size)
     embedding = model.padded_vocab_size(vocab_size) // tensor * model.hidden_size
@@ -103,7 +101,7 @@ def activation_bytes(plan: LaunchPlan, stage: int, *, vocab_size: int, on_gpu: b
     layers = set(_layers(plan, stage))
     fixed = _token_bytes(config, on_gpu=on_gpu)
     each = dict.fromkeys(layers, fixed)
-    for unit in plan_units(config.model, config.precision):
+    for unit in config.unit_plans():
         if unit.unit.layer in layers:
             each[unit.unit.layer] += _kept_bytes(config, unit)
     if train.recompute == "full":

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gnmr_megatron.errors import GnmrError
-from gnmr_megatron.models.precision_plan import plan_units
 from gnmr_megatron.training.checkup.findings import RUN, Finding
 from gnmr_megatron.training.checkup.imports import describe, import_problem
 from gnmr_megatron.training.checkup.resources import existing_parent
@@ -155,7 +154,7 @@ def _engine_problems(config: RunConfig) -> Iterator[str]:
     from gnmr_megatron.training.setup import checked_engine
 
     try:
-        checked_engine(config, plan_units(config.model, config.precision))
+        checked_engine(config, config.unit_plans())
     except GnmrError as error:
         yield from str(error).splitlines()
     except (AssertionError, ValueError) as error:
