@@ -7,7 +7,7 @@ It costs as many forward and backward passes as there are units, or two where pa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,6 +66,7 @@ class Oracle:
         switchboard: puts units on paths.
         controller: is told under policy `oracle`.
         record: takes step, measurement and its seconds.
+        device: of the gradients; a rank that owns none takes part, too.
         is_separable: whether a unit's path changes its own weight gradient and nothing else; then two passes do.
     """
 
@@ -79,12 +80,13 @@ class Oracle:
         switchboard: Switchboard,
         controller: Controller,
         record: Callable[[int, RecoveryGaps, float], None],
+        device: torch.device,
         is_separable: bool,
     ) -> None:
         self._interval, self._model, self._owned = interval, model, list(owned)
         self._units, self._switchboard = units, switchboard
         self._controller, self._record = controller, record
-        self._is_separable = is_separable
+        self._device, self._is_separable = device, is_separable
 
     def before_step(self, step: int, batches: Sequence[Batch]) -> float:
         """See `LooksAhead`; all ranks take part."""
@@ -102,9 +104,7 @@ class Oracle:
         """Run the batch with all units recovered, with none, and with each alone; gradients are left overwritten."""
         num_units, ids = len(self._units), self._units.ids
         exact = [gradient.clone() for gradient in self._gradients(ids, step, batches)]
-        low = self._errors(exact, self._gradients((), step, batches))
-        zeros = [torch.zeros_like(gradient) for gradient in exact]
-        sums = [low, self._errors(exact, zeros)]
+        sums = [self._errors(exact, self._gradients((), step, batches)), self._squares(exact)]
         if not self._is_separable:
             sums += [self._errors(exact, self._gradients((unit,), step, batches)) for unit in ids]
         everyone = torch.stack(sums)
@@ -128,8 +128,11 @@ class Oracle:
 
     def _errors(self, exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
         """[units + 1] float64 squared distance of this rank's pieces, by slot of the risk vector."""
-        device = exact[0].device if exact else torch.device("cpu")
-        sums = torch.zeros(len(self._units) + 1, dtype=torch.float64, device=device)
-        for piece, ours, theirs in zip(self._owned, exact, other, strict=True):
-            sums[piece.slot] += (ours - theirs).double().square().sum()
+        return self._squares(ours - theirs for ours, theirs in zip(exact, other, strict=True))
+
+    def _squares(self, pieces: Iterable[Tensor]) -> Tensor:
+        """[units + 1] float64 sums of squares of this rank's pieces, by slot of the risk vector."""
+        sums = torch.zeros(len(self._units) + 1, dtype=torch.float64, device=self._device)
+        for owned, piece in zip(self._owned, pieces, strict=True):
+            sums[owned.slot] += piece.double().square().sum()
         return sums

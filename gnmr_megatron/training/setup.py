@@ -202,7 +202,7 @@ def set_up(config: RunConfig) -> Trainer:
         recorder=recorder,
         units=units,
         watchdog=watchdog,
-        oracle=_oracle(config, plans, model, switchboard, controller, recorder, owned),
+        oracle=_oracle(config, plans, model, switchboard, controller, recorder, owned, device),
     )
 
 
@@ -300,6 +300,7 @@ def _oracle(
     controller: DecidesRecovery,
     recorder: RecordsRun,
     owned: Sequence[OwnedGradient],
+    device: torch.device,
 ) -> LooksAhead:
     if not isinstance(controller, Controller) or not config.train.oracle_interval:
         return NoOracle()
@@ -313,6 +314,7 @@ def _oracle(
         switchboard=switchboard,
         controller=controller,
         record=recorder.recovery_gaps,
+        device=device,
         # their forward, and their gradient of the input, are exact
         is_separable=families <= {"saved", "exact"} and dtypes <= {config.model.dtype},
     )
