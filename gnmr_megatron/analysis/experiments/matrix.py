@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +92,7 @@ def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -
             },
         )
         for arm in arms
-        for seed in (size.seeds[:1] if arm.without_seeds else size.seeds)
+        for seed in size.seeds
     ]
     return sorted(runs, key=lambda run: run.arm.budget_of is not None)
 
@@ -127,12 +127,11 @@ def take(
     with ThreadPoolExecutor(at_once) as pool:
         going: dict[Future[str | None], PlannedRun] = {}
         while waiting or going:
-            for run in list(_ready(waiting, done)):
-                if len(going) >= at_once:
-                    break
+            ready = [run for run in waiting if _is_ready(run, done)]
+            for run in ready[: at_once - len(going)]:
                 waiting.remove(run)
                 tell(run, "started")
-                going[pool.submit(_take_one, run, runs, environment)] = run
+                going[pool.submit(_take_one, run, environment)] = run
             if not going:
                 failures += [
                     f"{run.folder.name}: needs the run of {run.arm.budget_of}" for run in waiting
@@ -150,20 +149,16 @@ def take(
     return failures
 
 
-def _ready(waiting: Sequence[PlannedRun], done: set[Path]) -> Iterator[PlannedRun]:
-    """Runs whose budget, if they take one from another, is known."""
-    for run in list(waiting):
-        if run.arm.budget_of is None or _budget_folder(run) in done:
-            yield run
+def _is_ready(run: PlannedRun, done: set[Path]) -> bool:
+    """Whether its budget, if it takes one from another run, is known."""
+    return run.arm.budget_of is None or _budget_folder(run) in done
 
 
 def _budget_folder(run: PlannedRun) -> Path:
     return run.folder.with_name(f"{run.arm.budget_of}-s{run.seed}")
 
 
-def _take_one(
-    run: PlannedRun, runs: Sequence[PlannedRun], environment: Mapping[str, str]
-) -> str | None:
+def _take_one(run: PlannedRun, environment: Mapping[str, str]) -> str | None:
     """Take a run in processes of its own; the end of its messages where it failed."""
     try:
         _write_sidecar(run)

@@ -212,12 +212,12 @@ def by_arm(suite: Suite, rows: Sequence[RunFigures]) -> tuple[Gap, list[ArmFigur
     gap = Gap.of(low, high)
     times = {row.seed: row.step_seconds for row in rows if row.arm == suite.high}
     oracle = losses(suite.oracle)
+    numbers = [f.name for f in fields(RunFigures) if f.name not in ("arm", "seed", "finished")]
     found = []
     for name in suite.arms:
         own = [row for row in rows if row.arm == name]
         if not own:
             continue
-        numbers = [f.name for f in fields(RunFigures) if f.name not in ("arm", "seed", "finished")]
         closed = (
             Interval.of(
                 (low[row.seed] - row.held_out_loss) / (low[row.seed] - high[row.seed])

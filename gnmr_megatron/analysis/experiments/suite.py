@@ -24,13 +24,11 @@ class Arm:
         settings: dotted keys of a run.
         budget_of: arm whose recovered units of each step are this one's budget; for controls that are to recover as
             much as it does.
-        without_seeds: run with the first seed only.
     """
 
     name: str
     settings: Mapping[str, Any]
     budget_of: str | None = None
-    without_seeds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
