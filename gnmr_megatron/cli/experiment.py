@@ -19,6 +19,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from gnmr_megatron.analysis.experiments.correlation import correlations
 from gnmr_megatron.analysis.experiments.detection import detection
 from gnmr_megatron.analysis.experiments.matrix import PlannedRun, plan, take
+from gnmr_megatron.analysis.experiments.preparation import (
+    dataset_commands,
+    plan_preparation,
+    prepare_datasets,
+)
 from gnmr_megatron.analysis.experiments.results import RunFigures, by_arm, figures_of
 from gnmr_megatron.analysis.experiments.suite import SMOKE, find_suite
 from gnmr_megatron.analysis.experiments.tables import (
@@ -74,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="change a setting of all runs; may be given again",
+        help="change a setting of all arms; may be given again",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands, take no run")
     parser.add_argument("--json", action="store_true", help="print one JSON object of the figures")
@@ -82,16 +87,14 @@ def run(arguments: Sequence[str]) -> int:
     suite = find_suite(options.name, SUITES)
     size_name = SMOKE if options.smoke else options.size
     output = options.output or Path("runs/experiments") / f"{suite.name}-{size_name}"
-    runs = plan(suite, suite.size(size_name), output, _overrides(options.set))
+    size = suite.size(size_name)
+    runs = plan(suite, size, output, _overrides(options.set))
+    preparation = plan_preparation(suite, size, output)
     if options.dry_run:
-        for planned in runs:
-            values = [f"--{key}={_plain(value)}" for key, value in planned.settings.items()]
-            sys.stdout.write(
-                shlex.join(["gnmr-megatron", "train", "--config", str(planned.base),
-                            "--name", planned.folder.name, "--runs_dir", str(output), *values]) + "\n"
-            )  # fmt: skip
+        _tell_commands(dataset_commands(suite, output), [*preparation, *runs])
         return 0
-    failures = _take(runs, at_once=max(1, options.jobs))
+    prepare_datasets(suite, output)
+    failures = _take([*preparation, *runs], at_once=max(1, options.jobs))
     done = [planned for planned in runs if planned.is_done]
     undisturbed = {
         planned.seed: RecordedRun(planned.folder)
@@ -138,6 +141,18 @@ def run(arguments: Sequence[str]) -> int:
     for failure in failures:
         sys.stderr.write(f"gnmr-megatron experiment: {failure}\n")
     return 1 if failures else 0
+
+
+def _tell_commands(datasets: Sequence[Sequence[str]], runs: Sequence[PlannedRun]) -> None:
+    """What would be typed to take the runs by hand, in order."""
+    for command in datasets:
+        print(shlex.join(["gnmr-megatron", *command]))
+    for planned in runs:
+        values = [f"--{key}={_plain(value)}" for key, value in planned.placed_settings.items()]
+        print(
+            shlex.join(["gnmr-megatron", "train", "--config", str(planned.base), "--name", planned.folder.name,
+                        "--runs_dir", str(planned.folder.parent), *values])
+        )  # fmt: skip
 
 
 def _overrides(items: Sequence[str]) -> dict[str, Any]:

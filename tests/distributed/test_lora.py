@@ -50,10 +50,10 @@ LAYOUTS = {
     "cp2": CP2,
 }
 TRAINED = {  # from frozen INT8 weights, recovered to exact ones: layout, reference, tolerances of losses and norms
-    "short_tp2_sp": (TP2 | SP, "short", 1e-5, 1e-4),
-    "short_pp2_vpp2": (PP2 | VPP2, "short", 1e-5, 1e-4),
-    "short_dp2_sharded": (SHARDED, "short", 1e-5, 1e-4),
-    "short_cp2_sharded": (CP2 | SHARDED, "short", 1e-5, 1e-4),
+    "short_tp2_sp": (TP2 | SP, "short", 1e-5, 1e-5),
+    "short_pp2_vpp2": (PP2 | VPP2, "short", 1e-5, 1e-5),
+    "short_dp2_sharded": (SHARDED, "short", 1e-5, 1e-5),
+    "short_cp2_sharded": (CP2 | SHARDED, "short", 1e-5, 1e-5),
     "short_bf16_tp2_sp": (BF16 | TP2 | SP, "short_bf16", 5e-3, 5e-2),
     "short_bf16_dp2_sharded": (BF16 | SHARDED, "short_bf16", 5e-3, 5e-2),
 }

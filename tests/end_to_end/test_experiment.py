@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from gnmr_megatron.observability.events import StepEvent, read_events
-from tests.conftest import TINY, run_cli
+from tests.conftest import ROOT, TINY, run_cli
 
 LOW = {"precision.low": "saved_int2", "precision.recovery": "saved_int8"}
 
@@ -113,3 +113,93 @@ def test_a_run_that_fails_is_told_with_its_message_and_others_go_on(taken, tmp_p
     assert "gnmr.alpha: -1.0 must be positive and finite" in result.stderr
     assert "random-s3: needs the run of int2" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def prepared(dataset, tmp_path_factory):
+    """Adapters on a base of the suite's own, trained on a text that the suite prepares."""
+    folder = tmp_path_factory.mktemp("prepared")
+    (folder / "base.yaml").write_text("name: base\n")
+    (folder / "text").mkdir()
+    for name in ("corpus", "prepare"):
+        shutil.copy(ROOT / f"gnmr_megatron/data/{name}.py", folder / "text")
+    run = {**TINY, "train.steps": 4, "train.eval_interval": 4, "data.split": "50,50,0"}
+    suite = {
+        "question": "Do adapters cost less in INT8?",
+        "low": "int8",
+        "high": "exact",
+        "datasets": {"more": {"inputs": [str(folder / "text")], "tokenizer_from": str(dataset)}},
+        "preparation": {"start": {**run, "data.datasets": [str(dataset)], "train.steps": 5}},
+        "settings": {
+            **run, "data.datasets": ["{output}/more"], "lora.rank": 2, "lora.base": "{output}/start",
+            "precision.recovery": "fp32", "gnmr.mode": "disabled",
+        },
+        "arms": {
+            "exact": {"settings": {"precision.low": "fp32"}},
+            "int8": {"settings": {"precision.low": "frozen_int8"}},
+        },
+        "sizes": {
+            "small": {
+                "base": "base.yaml", "seeds": [3],
+                "preparation": {"start": {"precision.low": "fp32", "precision.recovery": "fp32", "train.steps": 6}},
+            }
+        },
+    }  # fmt: skip
+    (folder / "trial.yaml").write_text(yaml.safe_dump(suite))
+    result = experiment(folder)
+    assert result.returncode == 0, result.stderr
+    return folder, result
+
+
+def test_what_is_prepared_comes_before_all_arms_and_is_no_arm(prepared):
+    folder, result = prepared
+    told = [line.split() for line in result.stderr.splitlines()]
+    assert told[:2] == [["started", "start"], ["done", "start"]]
+    assert json.loads(result.stdout)["arms"].keys() == {"exact", "int8"}
+    assert len(steps(folder, "start")) == 6  # the size wins
+    base = (folder / "out/start/checkpoints/step_00000006").resolve()
+    for run in ("exact-s3", "int8-s3"):
+        config = yaml.safe_load((folder / f"out/{run}/config.yaml").read_text())
+        assert config["data"]["datasets"] == [str(folder / "out/more")]
+        saved = json.loads(
+            (folder / f"out/{run}/checkpoints/step_00000004/checkpoint.json").read_text()
+        )
+        assert saved["state"]["base"] == str(base)
+
+
+def test_what_is_prepared_is_not_prepared_again(prepared):
+    folder, _ = prepared
+    kept = [folder / "out/start/events.jsonl", folder / "out/more/text.bin"]
+    before = [(path.read_bytes(), path.stat().st_mtime_ns) for path in kept]
+    shutil.rmtree(folder / "out/int8-s3")
+    (folder / "text/corpus.py").unlink()
+    again = experiment(folder)
+    assert again.returncode == 0, again.stderr
+    told = {tuple(line.split()) for line in again.stderr.splitlines()}
+    assert {("was", "done", "start"), ("was", "done", "exact-s3"), ("done", "int8-s3")} <= told
+    assert [(path.read_bytes(), path.stat().st_mtime_ns) for path in kept] == before
+
+
+def test_where_the_preparation_fails_nothing_else_starts(prepared, tmp_path):
+    suite = yaml.safe_load((prepared[0] / "trial.yaml").read_text())
+    suite["datasets"] = {}
+    suite["preparation"]["start"]["gnmr.alpha"] = -1
+    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(suite))
+    (tmp_path / "base.yaml").write_text("name: base\n")
+    result = experiment(tmp_path)
+    assert result.returncode == 1
+    assert "gnmr.alpha: -1.0 must be positive and finite" in result.stderr
+    assert "int8-s3: needs start" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out/int8-s3").exists()
+
+
+def test_text_that_is_not_there_is_told_in_one_line(prepared, tmp_path):
+    suite = yaml.safe_load((prepared[0] / "trial.yaml").read_text())
+    suite["datasets"]["more"]["inputs"] = ["missing.txt"]
+    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(suite))
+    result = experiment(tmp_path)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert "more: " in line
+    assert "missing.txt: does not exist" in line

@@ -40,6 +40,7 @@ class PlannedRun:
         settings: dotted keys on top of it.
         budget_from: folder of the run whose recovered units of each step are its budget, or None.
         calibrated_on: folder of the run that its thresholds come from, or None.
+        prepared_by: folders of the runs that come before all arms.
     """
 
     arm: Arm
@@ -49,6 +50,12 @@ class PlannedRun:
     settings: Mapping[str, Any]
     budget_from: Path | None = None
     calibrated_on: Path | None = None
+    prepared_by: tuple[Path, ...] = ()
+
+    @property
+    def placed_settings(self) -> dict[str, Any]:
+        """The settings, with the folder of all runs in place of `{output}`."""
+        return {key: _placed(value, self.folder.parent) for key, value in self.settings.items()}
 
     @property
     def sidecar(self) -> Path:
@@ -67,7 +74,8 @@ class PlannedRun:
     @property
     def needs(self) -> list[Path]:
         """Folders of the runs that must be done before it."""
-        return [folder for folder in (self.calibrated_on, self.budget_from) if folder is not None]
+        learnt = [folder for folder in (self.calibrated_on, self.budget_from) if folder is not None]
+        return [*self.prepared_by, *learnt]
 
     def command(self) -> list[str]:
         """What takes it, or goes on with it."""
@@ -79,7 +87,7 @@ class PlannedRun:
 
 
 def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -> list[PlannedRun]:
-    """All runs of a suite, those first that others need."""
+    """All runs of a suite's arms, those first that others need."""
     arms = [suite.arms[name] for name in size.arms] or list(suite.arms.values())
     names = {arm.name for arm in arms}
     for arm in arms:
@@ -109,6 +117,7 @@ def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -
             },
             budget_from=folder(arm.budget_of, seed),
             calibrated_on=folder(arm.calibrated_on, next_seed[seed]),
+            prepared_by=tuple(output / name for name in suite.preparation),
         )
         for arm in arms
         for seed in size.seeds
@@ -194,7 +203,7 @@ def _take_one(run: PlannedRun, environment: Mapping[str, str]) -> str | None:
 
 def _write_sidecar(run: PlannedRun) -> None:
     settings: dict[str, Any] = {}
-    own = dict(run.settings) | _learnt(run)
+    own = run.placed_settings | _learnt(run)
     for key, value in own.items():
         place = settings
         *parents, last = key.split(".")
@@ -205,6 +214,12 @@ def _write_sidecar(run: PlannedRun) -> None:
     # the comment tells of settings without those that follow from other runs
     head = f"# {json.dumps(dict(run.settings), sort_keys=True)}\n"
     replace_file(run.sidecar, (head + yaml.safe_dump(settings, sort_keys=False)).encode())
+
+
+def _placed(value: Any, output: Path) -> Any:
+    if isinstance(value, str):
+        return value.replace("{output}", str(output))
+    return [_placed(item, output) for item in value] if isinstance(value, list) else value
 
 
 def _learnt(run: PlannedRun) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A suite of runs as its YAML file says: arms, sizes, seeds."""
+"""A suite of runs as its YAML file says: what is prepared, arms, sizes, seeds."""
 
 from __future__ import annotations
 
@@ -13,6 +13,19 @@ import yaml
 from gnmr_megatron.errors import ConfigError, did_you_mean
 
 SMOKE = "smoke"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSource:
+    """Text that is made into a dataset before any run.
+
+    Attributes:
+        inputs: files and folders, as `prepare-data` takes them.
+        tokenizer_from: dataset whose tokenizer it shares.
+    """
+
+    inputs: tuple[str, ...]
+    tokenizer_from: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +57,21 @@ class Size:
         seeds: one run of each arm for each.
         settings: dotted keys on top of the base; arms may change them again.
         arms: names of the arms to run; all where it is empty.
+        preparation: dotted keys on top of those of each preparation, by its name.
     """
 
     base: Path
     seeds: tuple[int, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     arms: tuple[str, ...] = ()
+    preparation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
     """A matrix of runs.
+
+    `{output}` in a value of a setting is the folder that all of the suite's runs and datasets lie in.
 
     Attributes:
         name: of the file.
@@ -66,6 +83,8 @@ class Suite:
         high: arm of the high path, up to which it is counted.
         oracle: arm with the best choice at the same budget, or None.
         subject: arm that the question is about, whose detection of faults stands for the suite, or None.
+        datasets: text to prepare first, by name of the dataset.
+        preparation: dotted keys of the runs that come before all arms, once, by name; on top of the size's base.
     """
 
     name: str
@@ -77,6 +96,8 @@ class Suite:
     high: str
     oracle: str | None = None
     subject: str | None = None
+    datasets: Mapping[str, TextSource] = field(default_factory=dict)
+    preparation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Suite:
@@ -98,11 +119,33 @@ class Suite:
             name: _size(path, name, size)
             for name, size in _mapping(plain["sizes"], f"{path}: sizes").items()
         }
-        suite = cls(**{**plain, "name": path.stem, "arms": arms, "sizes": sizes})
+        datasets = {
+            name: _text_source(text, f"{path}: datasets.{name}")
+            for name, text in _mapping(plain.get("datasets", {}), f"{path}: datasets").items()
+        }
+        preparation = _settings_by_name(plain.get("preparation", {}), f"{path}: preparation")
+        suite = cls(
+            **{
+                **plain, "name": path.stem, "arms": arms, "sizes": sizes, "datasets": datasets,
+                "preparation": preparation,
+            }
+        )  # fmt: skip
         suite._check(path)
         return suite
 
     def _check(self, path: Path) -> None:
+        self._check_arms(path)
+        for name in sorted(self.datasets.keys() & self.preparation.keys()):
+            raise ConfigError(f"{path}: `{name}` names a dataset and a preparation, so one folder")
+        known = list(self.preparation)
+        for size_name, size in self.sizes.items():
+            for name in size.preparation.keys() - self.preparation.keys():
+                raise ConfigError(
+                    f"{path}: sizes.{size_name}.preparation: no preparation `{name}`"
+                    f"{did_you_mean(name, known, list_all=True)}"
+                )
+
+    def _check_arms(self, path: Path) -> None:
         named = {"low": self.low, "high": self.high}
         named.update(
             {
@@ -174,7 +217,26 @@ def _size(path: Path, name: str, content: Any) -> Size:
         seeds=tuple(int(seed) for seed in plain["seeds"]),
         settings=_mapping(plain.get("settings", {}), f"{path}: sizes.{name}.settings"),
         arms=tuple(plain.get("arms", ())),
+        preparation=_settings_by_name(
+            plain.get("preparation", {}), f"{path}: sizes.{name}.preparation"
+        ),
     )
+
+
+def _text_source(content: Any, where: str) -> TextSource:
+    plain = _fields(content, TextSource, where=where)
+    if not isinstance(plain["inputs"], list) or not plain["inputs"]:
+        raise ConfigError(f"{where}.inputs: must be a list of files and folders")
+    return TextSource(
+        inputs=tuple(map(str, plain["inputs"])), tokenizer_from=str(plain["tokenizer_from"])
+    )
+
+
+def _settings_by_name(content: Any, where: str) -> dict[str, dict[str, Any]]:
+    return {
+        name: _mapping(settings, f"{where}.{name}")
+        for name, settings in _mapping(content, where).items()
+    }
 
 
 def _fields(

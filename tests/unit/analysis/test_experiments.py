@@ -11,6 +11,7 @@ import yaml
 from gnmr_megatron.analysis.experiments.correlation import Correlation, correlations, spearman
 from gnmr_megatron.analysis.experiments.detection import detection, injected_faults
 from gnmr_megatron.analysis.experiments.matrix import plan
+from gnmr_megatron.analysis.experiments.preparation import plan_preparation
 from gnmr_megatron.analysis.experiments.results import Gap, Interval, RunFigures, by_arm
 from gnmr_megatron.analysis.experiments.suite import Suite, find_suite
 from gnmr_megatron.analysis.experiments.tables import as_json, as_markdown
@@ -62,12 +63,34 @@ def test_an_arm_wins_over_a_size_and_a_size_over_the_suite(tmp_path):
         ({"arms": {"low": {"setings": {}}}}, r"arms.low: unknown key `setings`; did you mean `settings`"),
         ({"arms": {"low": {}, "high": {"settings": {}}}}, r"arms.low: `settings` is missing"),
         ({"sizes": {"small": {"seeds": [1]}}}, r"sizes.small: `base` is missing"),
+        ({"sizes": {"s": {"base": "b", "seeds": [1], "preparation": {"x": {}}}}}, r"sizes.s.preparation: no preparation `x`"),
+        ({"datasets": {"text": {"inputs": "docs", "tokenizer_from": "t"}}}, r"datasets.text.inputs: must be a list"),
+        ({"datasets": {"text": {"inputs": ["docs"]}}}, r"datasets.text: `tokenizer_from` is missing"),
+        ({"datasets": {"a": {"inputs": ["b"], "tokenizer_from": "t"}}, "preparation": {"a": {}}}, r"`a` names a dataset and"),
         ({"sizes": {"s": {"base": "b", "seeds": [1], "arms": ["hgih"]}}}, r"sizes.s.arms\[0\]: no arm `hgih`"),
     ],
 )  # fmt: skip
 def test_a_wrong_suite_is_refused_with_its_place(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         suite(tmp_path, **changes)
+
+
+def test_what_is_prepared_has_settings_of_its_own_and_all_arms_wait_for_it(tmp_path):
+    trial = suite(
+        tmp_path,
+        preparation={"start": {"c.d": 5, "c.e": 6}},
+        settings={"a.b": 1, "x.from": "{output}/start", "x.all": ["{output}/text", 7]},
+        sizes={"small": {"base": "base.yaml", "seeds": [2, 1], "settings": {"a.c": 4}, "preparation": {"start": {"c.e": 8}}}},
+    )  # fmt: skip
+    out = tmp_path / "out"
+    (start,) = plan_preparation(trial, trial.size("small"), out)
+    assert (start.folder, start.needs) == (out / "start", [])
+    assert start.settings == {"c.d": 5, "c.e": 8, "seed": 2}
+    for run in plan(trial, trial.size("small"), out, {}):
+        assert run.needs[0] == out / "start"
+        assert run.settings["x.from"] == "{output}/start"  # so that a folder may move
+        assert run.placed_settings["x.from"] == str(out / "start")
+        assert run.placed_settings["x.all"] == [str(out / "text"), 7]
 
 
 def test_unknown_names_list_what_there_is(tmp_path):

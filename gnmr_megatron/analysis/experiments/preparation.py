@@ -1,0 +1,53 @@
+"""What comes before the arms of a suite: datasets, and runs that all arms start from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from gnmr_megatron.analysis.experiments.matrix import PlannedRun
+from gnmr_megatron.analysis.experiments.suite import Arm, Size, Suite
+from gnmr_megatron.errors import DataError
+
+MANIFEST = "manifest.json"
+"""File of a prepared dataset, which is whole where that is there."""
+
+
+def plan_preparation(suite: Suite, size: Size, output: Path) -> list[PlannedRun]:
+    """The runs that come before all arms."""
+    return [
+        PlannedRun(
+            arm=Arm(name=name, settings=settings),
+            seed=size.seeds[0],
+            folder=output / name,
+            base=size.base,
+            settings={**settings, "seed": size.seeds[0], **size.preparation.get(name, {})},
+        )
+        for name, settings in suite.preparation.items()
+    ]
+
+
+def prepare_datasets(suite: Suite, output: Path) -> None:
+    """Make the datasets of a suite that are not there.
+
+    Raises:
+        DataError: one cannot be made; what `prepare-data` says.
+    """
+    for command in dataset_commands(suite, output):
+        if (Path(command[-1]) / MANIFEST).exists():
+            continue
+        result = subprocess.run(
+            [sys.executable, "-m", "gnmr_megatron", *command],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if result.returncode != 0:
+            raise DataError(f"{command[-1]}: {result.stderr.strip()}")
+
+
+def dataset_commands(suite: Suite, output: Path) -> list[list[str]]:
+    """The verbs that make the datasets of a suite; the last word of each is the dataset's folder."""
+    return [
+        ["prepare-data", *text.inputs, "--tokenizer-from", text.tokenizer_from, "--output", str(output / name)]
+        for name, text in suite.datasets.items()
+    ]  # fmt: skip
