@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from rich.table import Table
 from gnmr_megatron.cli.output import results_console
 from gnmr_megatron.distributed.layout import ParallelLayout
 from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.training.harness.environment import prepare_environment
 from gnmr_megatron.training.harness.options import EvaluationOptions
 
 if TYPE_CHECKING:
@@ -50,12 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     options = _options(given)
     if given.output is not None and given.output.exists():
         raise ConfigError(f"--output: {given.output} is there already; choose another folder")
-    missing = [name for name in ("lm_eval", "transformers") if not importlib.util.find_spec(name)]
-    if missing:
-        raise ConfigError(
-            f"{' and '.join(missing)} cannot be imported; install lm-evaluation-harness with: "
-            "pip install 'gnmr-megatron[evaluation]'"
-        )
+    prepare_environment()
     from gnmr_megatron.training.harness.subject import find_subject
 
     world_size = int(os.environ.get("WORLD_SIZE", "0"))
@@ -66,9 +61,11 @@ def run(arguments: Sequence[str]) -> int:
 
         return start_processes(["-m", "gnmr_megatron", "evaluate", *arguments], needed)
     # imported here: what can be refused was refused before torch is loaded
+    from gnmr_megatron.distributed.process_groups import stop_process_groups
     from gnmr_megatron.training.harness.evaluate import evaluate, write_details
 
     result = evaluate(subject, options)
+    stop_process_groups()
     if result is None:
         return 0
     if given.output is not None:
@@ -147,7 +144,7 @@ def _show(result: EvaluationResult, output: Path | None) -> None:
                 continue
             error = values.get(f"{metric}_stderr,{rest}")
             shown = f"{error:.4f}" if isinstance(error, float) else ""
-            table.add_row(*first, metric, f"{value:.4f}", shown)
+            table.add_row(*first, metric, f"{value:.4f}" if value < 1e6 else f"{value:.4g}", shown)
             first = ["", "", ""]
     console = results_console()
     console.print(f"{result.checkpoint}: step {result.step}, on its {result.path} path")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
 import random
-import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
@@ -17,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gnmr_megatron.distributed.process_groups import gather_from_all, stop_process_groups
+from gnmr_megatron.distributed.process_groups import gather_from_all
 from gnmr_megatron.errors import ConfigError, DataError, GnmrError
 from gnmr_megatron.models.huggingface_config import huggingface_config
 from gnmr_megatron.training.companions import write_companions
@@ -70,13 +67,15 @@ class EvaluationResult:
 def evaluate(subject: Subject, options: EvaluationOptions) -> EvaluationResult | None:
     """Load the checkpoint and run the tasks; all ranks take part.
 
+    Important:
+        `prepare_environment` comes before it, and `stop_process_groups` after it.
+
     Returns:
         The result on rank 0, None on others.
 
     Raises:
         GnmrError: alike on every rank.
     """
-    _be_quiet_and_offline()
     with tempfile.TemporaryDirectory(prefix="gnmr-evaluate-") as folder:
         model = load_model(subject)
         scoring = ScoringModel(
@@ -87,18 +86,7 @@ def evaluate(subject: Subject, options: EvaluationOptions) -> EvaluationResult |
         with model.switchboard.evaluating(on_recovery=subject.path == "recovery"):
             details = _run(lm, tasks, options.limit)
         seconds = time.perf_counter() - started
-    is_first = dist.get_rank() == 0
-    stop_process_groups()
-    return _result(subject, lm, details, seconds) if is_first else None
-
-
-def _be_quiet_and_offline() -> None:
-    """Keep the harness's libraries from the network, and from writing what is no result; before they are loaded."""
-    os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
-    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
-        os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
-    for name in ("lm_eval", "datasets"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    return _result(subject, lm, details, seconds) if dist.get_rank() == 0 else None
 
 
 def _prepare(

@@ -76,6 +76,11 @@ class MegatronLM(TemplateLM):
         ids: list[int] = self.tokenizer.encode(string, **options)
         return ids
 
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Log-probability of continuations, and whether they are the greedy ones."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
+
     def _loglikelihood_tokens(
         self, requests: Sequence[Encoded], **_kwargs: Any
     ) -> list[tuple[float, bool]]:

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from torch import Tensor
+from tqdm import tqdm
 
 from gnmr_megatron.training.harness.model import LoadedModel
 
@@ -68,7 +69,7 @@ class ScoringModel:
         size = self._batch_size
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         mine = batches[self.replica :: self.num_replicas]
-        for start in range(0, len(mine), self._stages):
+        for start in tqdm(range(0, len(mine), self._stages), desc="Scoring"):
             a_round = mine[start : start + self._stages]
             found = self._run([[prompts[index] for index in batch] for batch in a_round])
             for batch, logits in zip(a_round, found, strict=False):

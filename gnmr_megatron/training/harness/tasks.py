@@ -21,6 +21,7 @@ FORMATS = {"jsonl": "json", "json": "json", "parquet": "parquet"}
 
 _SHIPPED = Path(lm_eval.tasks.__file__).parent
 _KNOWN = {"hellaswag": _SHIPPED / "hellaswag", "mmlu": _SHIPPED / "mmlu/default"}
+_SPLITS = ("test_split", "validation_split", "training_split", "fewshot_split")
 _LOADERS = ("json", "parquet", "csv", "text", "arrow")
 
 
@@ -78,8 +79,8 @@ class LocalTasks:
         index = self._manager.task_index
         pending = list(self._names)
         while pending:
-            entry = index[pending.pop()]
-            members = [*entry.tags] if entry.kind.name == "TAG" else []
+            entry = index[pending.pop(0)]
+            members = sorted(entry.tags) if entry.kind.name == "TAG" else []
             if entry.kind.name == "GROUP":
                 members = [_name_of(member) for member in entry.cfg["task"]]
             if entry.kind.name in ("TASK", "PY_TASK"):
@@ -122,7 +123,9 @@ class LocalTasks:
         loaders = {FORMATS[Path(file).suffix[1:]] for files in found.values() for file in files}
         if len(loaders) > 1:
             raise DataError(f"{folder}: mixes JSON and Parquet files; keep one of them")
+        absent = {key: None for key in _SPLITS if config.get(key) and config[key] not in found}
         return {
+            **absent,
             "dataset_path": loaders.pop(),
             "dataset_kwargs": {"data_files": found},
         }
@@ -150,7 +153,7 @@ def _name_of(member: Any) -> str:
 
 
 def _splits(config: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("test_split", "validation_split", "training_split", "fewshot_split"):
+    for key in _SPLITS:
         if config.get(key):
             yield config[key]
 

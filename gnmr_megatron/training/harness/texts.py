@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.blended_megatron_dataset_config import parse_and_normalize_split
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from gnmr_megatron.data.manifest import describe_datasets
@@ -78,10 +78,8 @@ def _held_out(run: RunConfig, tokenizer: Tokenizer) -> Iterator[str]:
         raise DataError(
             f"{run.data.datasets[0]}: was prepared with another tokenizer by now; name a file with --text"
         )
-    _, (first, last), *_ = GPTDatasetConfig(
-        random_seed=run.seed, sequence_length=run.data.sequence_length, split=run.data.split,
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False,
-    ).split_matrix  # fmt: skip
+    shares = parse_and_normalize_split(run.data.split)
+    first, last = shares[0], shares[0] + shares[1]
     for prefix in info.prefixes:
         dataset = IndexedDataset(str(prefix))
         number = len(dataset)
