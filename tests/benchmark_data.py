@@ -21,7 +21,11 @@ def write_benchmarks(folder, *, questions=20):
 def write_texts(path):
     """Documents of several lengths, two of them longer than the model's context."""
     lengths = (3, 40, 9, 1, 17, 60)
-    _write(path, [{"text": " ".join(_sentence(n + k) for k in range(length))} for n, length in enumerate(lengths)])  # fmt: skip
+    texts = (
+        " ".join(_sentence(number + place) for place in range(length))
+        for number, length in enumerate(lengths)
+    )
+    _write(path, [{"text": text} for text in texts])
     return path
 
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import tokenizers
+import torch.distributed as dist
 
 from gnmr_megatron.cli.main import main
+from gnmr_megatron.distributed.process_groups import stop_process_groups
 from tests.benchmark_data import write_benchmarks, write_texts
 from tests.conftest import TINY, options
 from tests.tiny_llama import save_llama
@@ -49,6 +51,8 @@ def done(*arguments):
 def refused(*arguments):
     """The one line in which a verb refuses what it is given."""
     code, out, err = verb(*arguments)
+    if dist.is_initialized():  # a process of its own would end here
+        stop_process_groups()
     assert (code, out, err.count("\n")) == (2, "", 1), (code, out, err)
     return err
 
@@ -154,7 +158,8 @@ def assert_equal(found, expected, *, tolerance):
     for key, answers in expected[1].items():
         for one, other in zip(found[1][key], answers, strict=True):
             one, other = (each if isinstance(each, list) else [each, None] for each in (one, other))
-            assert math.isclose(one[0], other[0], rel_tol=0, abs_tol=tolerance), key
+            # relative, too: the harness sums the thousand tokens of a document in FP32
+            assert math.isclose(one[0], other[0], rel_tol=1e-7, abs_tol=tolerance), key
             assert one[1] == other[1], key
 
 
@@ -249,7 +254,9 @@ def test_greedy_texts_are_those_of_the_harness_s_own_backend(world, theirs, tmp_
 
     task["generation_kwargs"] = {"until": ["."], "do_sample": True, "temperature": 0.7}
     (tmp_path / "tasks/continue.yaml").write_text(json.dumps(task))
-    assert "only greedy decoding is implemented" in refused("evaluate", world / "llama", *arguments)
+    code, _, err = verb("evaluate", world / "llama", *arguments)
+    stop_process_groups()
+    assert (code, "only greedy decoding is implemented" in err) == (2, True)
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +266,7 @@ def run(world, dataset):
         "data.datasets": f"[{dataset}]",
         "runs_dir": world / "runs",
         "train.steps": 3,
-        "precision.low": "fp8_e4m3",
+        "precision.low": "fp4_e2m1",
         "precision.recovery": "saved_int8",
         "optimizer.lr": 1e-2,
     }
@@ -275,18 +282,21 @@ def run(world, dataset):
 
 
 def perplexity(checkpoint, *arguments):
-    """Bits a byte of what the run held out."""
+    """Name of the path, and bits a byte."""
     told = json.loads(done("evaluate", checkpoint, "--tasks", "perplexity", "--json", *arguments))
     return told["path"], told["results"]["perplexity"]["bits_per_byte,none"]
 
 
-def test_paths_are_those_of_the_run_and_recovery_is_the_default(run):
-    assert perplexity(run) == perplexity(run, "--path", "recovery")
-    (_, low), (_, recovery) = perplexity(run, "--path", "low"), perplexity(run)
-    (_, plain), (_, rounded) = (perplexity(run, "--path", name) for name in ("fp32", "bf16"))
+def test_paths_are_those_of_the_run_and_recovery_is_the_default(run, world):
+    text = ("--text", world / "texts.jsonl")
+    name, recovery = perplexity(run, *text)
+    assert name == "recovery"
+    found = {path: perplexity(run, *text, "--path", path) for path in ("low", "fp32", "bf16")}
+    assert [name for name, _ in found.values()] == list(found)
+    low, plain, rounded = (value for _, value in found.values())
     assert plain == recovery  # saving rounds nothing in the forward pass
-    assert 1e-5 < abs(low - plain) < 0.1
-    assert 1e-6 < abs(rounded - plain) < abs(low - plain)
+    assert 0 < abs(rounded - plain) < abs(low - plain) < 0.1
+    assert abs(low - plain) > 1e-4
 
 
 def test_held_out_text_of_a_run_scores_as_its_export_does(run, world, dataset, tmp_path):
@@ -333,9 +343,8 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(world, tmp_path):
     assert "hf download cais/mmlu" in told
     assert "is needed for perplexity" in refused("evaluate", world / "llama", "--tasks", "perplexity")  # fmt: skip
     assert "--path low: no run is around" in refused(*asked(world), "--path", "low")
-    assert "num_attention_heads" in refused(
-        *asked(world), "--parallel.tensor_model_parallel_size", 3
-    )
+    layout = ("--parallel.pipeline_model_parallel_size", 3)
+    assert "model.num_layers: 4 is not divisible" in refused(*asked(world), *layout)
     (tmp_path / "text.jsonl").write_text('{"text": "a"}\nno JSON\n')
     told = refused("evaluate", world / "llama", "--tasks", "perplexity", "--text", tmp_path / "text.jsonl")  # fmt: skip
     assert "text.jsonl:2: is no JSON object" in told
@@ -348,9 +357,15 @@ def test_a_damaged_checkpoint_is_refused_with_the_file_s_name(world, tmp_path):
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
-    told = refused("evaluate", tmp_path / "llama", "--tasks", "perplexity", "--text", world / "texts.jsonl")  # fmt: skip
+    text = ("--text", world / "texts.jsonl")
+    told = refused("evaluate", tmp_path / "llama", "--tasks", "perplexity", *text)
     assert f"{victim}: is damaged" in told
 
 
-def test_an_unknown_task_is_named_with_the_nearest_one(world):
+def test_an_unknown_task_is_named_with_the_nearest_one(world, monkeypatch):
+    from lm_eval.tasks import manager
+
+    # one folder of tasks: to look through the thousands of all takes seconds
+    shipped = Path(manager.__file__).parent / "hellaswag/manager.py"
+    monkeypatch.setattr(manager, "__file__", str(shipped))
     assert "did you mean `hellaswag`?" in refused(*asked(world, tasks=["helaswag", "perplexity"]))
