@@ -18,6 +18,14 @@ def write_benchmarks(folder, *, questions=20):
     return folder
 
 
+def write_subjects(folder, subjects):
+    """MMLU-like test files of two or three questions a subject, without solved examples."""
+    for number, subject in enumerate(subjects):
+        asked = [_question(3 * n + number, subject) for n in range(2 + number % 2)]
+        _write(folder / "mmlu" / subject / "test.jsonl", asked)
+    return folder
+
+
 def write_texts(path):
     """Documents of several lengths, two of them longer than the model's context."""
     lengths = (3, 40, 9, 1, 17, 60)
