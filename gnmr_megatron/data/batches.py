@@ -119,7 +119,13 @@ class TrainBatches:
             consumed_samples, self._size, micro_batch_size, data_parallel_rank, data_parallel_size
         )
         self._batches = iter(
-            DataLoader(dataset, batch_sampler=indices, collate_fn=_collate, num_workers=num_workers)
+            DataLoader(
+                dataset,
+                batch_sampler=indices,
+                collate_fn=_collate,
+                num_workers=num_workers,
+                generator=torch.Generator(),  # a seed of workers drawn from torch's would move that on each resume
+            )
         )
 
     def __iter__(self) -> TrainBatches:

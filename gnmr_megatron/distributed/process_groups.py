@@ -61,8 +61,18 @@ def start_process_groups(layout: ParallelLayout, *, seed: int, timeout: timedelt
         layout.virtual_pipeline_model_parallel_size,
         context_parallel_size=layout.context_parallel_size,
     )
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed + _seed_offset())
     return device
+
+
+def _seed_offset() -> int:
+    """Pipeline stages and replicas draw dropout of their own; tensor-parallel ranks the same, or by Megatron's tracker.
+
+    The tracker adds 2,718 and the tensor-parallel rank to the seed, so steps are wider than that.
+    """
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return 10_000 * (replica * stages + parallel_state.get_pipeline_model_parallel_rank())
 
 
 def _agree_on_attempt(store: Any, rank: int, world_size: int) -> str:

@@ -33,6 +33,19 @@ ROW_PARALLEL = ("linear_proj", "linear_fc2")
 
 
 @dataclass(frozen=True)
+class AdapterPlan:
+    """What is trained of a projection whose weight is frozen.
+
+    Attributes:
+        rank: of its adapter; 0 where it has none, so nothing is trained.
+        exact: path that keeps inputs in the type of the model, in which adapters are computed.
+    """
+
+    rank: int
+    exact: PathName
+
+
+@dataclass(frozen=True)
 class UnitPlan:
     """One projection and its paths.
 
@@ -41,6 +54,7 @@ class UnitPlan:
         low: path outside the recovery set.
         recovery: path inside it.
         is_fixed: the unit always runs on `low` (which is `recovery`, too) and is no unit of the controller.
+        adapter: what is trained in place of the weight, or None where the weight itself is.
         engine: payload in megatron-core's form for a fixed unit.
     """
 
@@ -48,6 +62,7 @@ class UnitPlan:
     low: PathName
     recovery: PathName
     is_fixed: bool = False
+    adapter: AdapterPlan | None = None
     engine: Mapping[str, Any] | None = None
 
     @property
@@ -73,16 +88,30 @@ class UnitPlan:
         """Bytes kept for the weight gradient of a token, over the ranks that share the unit.
 
         Without scales that all tokens share. Without sequence parallelism, each rank of a column-parallel linear
-        keeps the whole token.
+        keeps the whole token. A frozen weight needs nothing, but its adapter does: the input of A, packed where the
+        path packs, and that of B.
         """
+        if self.adapter is not None:
+            if not self.adapter.rank:
+                return 0.0
+            path = path if PATHS[path].family == "saved" else self.adapter.exact
         per_rank = kept_bytes_per_token(
             path,
             self.held(tensor_parallel)[1],
             granularity=precision.granularity,
             group_size=precision.group_size,
         )
-        keeps_once = self.unit.operator not in ROW_PARALLEL and sequence_parallel
-        return per_rank if keeps_once else per_rank * tensor_parallel
+        is_row = self.unit.operator in ROW_PARALLEL
+        times = 1 if sequence_parallel and not is_row else tensor_parallel
+        return per_rank * times + self._inner_bytes(
+            1 if sequence_parallel and is_row else tensor_parallel
+        )
+
+    def _inner_bytes(self, times: int) -> float:
+        """What so many ranks keep of what A gives to B: a row-parallel linear with sequence parallelism scatters it."""
+        if self.adapter is None:
+            return 0.0
+        return self.adapter.rank * PATHS[self.adapter.exact].bits / 8 * times
 
 
 def uses_te(plans: Sequence[UnitPlan]) -> bool:
@@ -118,8 +147,11 @@ def plan_units(
         return plans
     globs = [(f"lora.units[{index}]", glob) for index, glob in enumerate(lora.units)]
     refuse_globs_without_units(globs, [plan.unit.id for plan in plans])
+    exact: PathName = "fp32" if model.dtype == "fp32" else "bf16"
     plans = [
-        plan if lora.adapts(plan.unit.id) else replace(plan, recovery=plan.low, is_fixed=True)
+        replace(plan, adapter=AdapterPlan(lora.rank, exact))
+        if lora.adapts(plan.unit.id)
+        else replace(plan, recovery=plan.low, is_fixed=True, adapter=AdapterPlan(0, exact))
         for plan in plans
     ]
     refuse_if_all_are_fixed(plan.is_fixed for plan in plans)

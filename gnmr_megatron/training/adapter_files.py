@@ -32,7 +32,7 @@ from gnmr_megatron.training.conversion import (
     piece_of,
     write_settings,
 )
-from gnmr_megatron.training.identity import LORA_RANK, saved_model
+from gnmr_megatron.training.identity import LORA_BASE, LORA_RANK, saved_model
 from gnmr_megatron.training.initial_weights import find_checkpoint, fingerprint
 
 
@@ -106,7 +106,7 @@ class AdapterFiles:
             CheckpointError: it is not there, damaged, or another one.
         """
         path = find_checkpoint(given or Path(self.description.state["base"]))
-        if fingerprint(_whole(path)) != self.identity["lora.base"]:
+        if fingerprint(_whole(path)) != self.identity[LORA_BASE]:
             raise CheckpointError(
                 f"{path}: is not the base that the adapters in {self.path} were trained on; name it with --base"
             )

@@ -45,7 +45,7 @@ from gnmr_megatron.training.checkpoint_files import (
     remove,
 )
 from gnmr_megatron.training.config import CheckpointSettings
-from gnmr_megatron.training.identity import differences
+from gnmr_megatron.training.identity import LORA_BASE, differences
 from gnmr_megatron.training.optimizer import ClippingOptimizer
 from gnmr_megatron.training.optimizer_state import OptimizerState, kind_of
 from gnmr_megatron.training.state import TrainState
@@ -326,6 +326,11 @@ class Checkpointer:
 
     def _check_identity(self, path: Path, description: CheckpointDescription) -> None:
         lines = differences(description.identity, self._identity)
+        if self._base is not None and [line.partition(":")[0] for line in lines] == [LORA_BASE]:
+            raise CheckpointError(
+                f"{path}: its adapters were trained on other frozen weights than those of {self._base}: on those that "
+                f"{description.state['base']} had then; name these with --lora.base, or start a new run on the others"
+            )
         if lines:
             raise CheckpointError(
                 f"{path}: was saved by another run:\n"

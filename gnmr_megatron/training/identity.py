@@ -14,6 +14,9 @@ Identity = Mapping[str, Any]
 LORA_RANK = "lora.rank"
 """Key of the rank of adapters; 0 where the whole model was trained."""
 
+LORA_BASE = "lora.base"
+"""Key of the fingerprint of the frozen weights under adapters."""
+
 _MODEL = "model."
 
 

@@ -17,7 +17,13 @@ from gnmr_megatron.training.checkpoint_files import (
     complete_checkpoints,
 )
 from gnmr_megatron.training.config import RunConfig
-from gnmr_megatron.training.identity import LORA_RANK, differences, run_identity, saved_model
+from gnmr_megatron.training.identity import (
+    LORA_BASE,
+    LORA_RANK,
+    differences,
+    run_identity,
+    saved_model,
+)
 
 # weights are converted to the type of the run, and how they would have been drawn does not matter
 _FREE = {"model.dtype", "model.init_std", "model.vocab_padding_multiple", "vocab_size"}
@@ -76,7 +82,7 @@ def lora_identity(config: LoraConfig, base: Path | None) -> dict[str, Any]:
         LORA_RANK: config.rank,
         "lora.alpha": config.alpha,
         "lora.units": config.units,
-        "lora.base": fingerprint(CheckpointDescription.read(base)),
+        LORA_BASE: fingerprint(CheckpointDescription.read(base)),
     }
 
 

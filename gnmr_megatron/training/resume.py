@@ -22,15 +22,18 @@ from gnmr_megatron.training.config_files import write_config
 from gnmr_megatron.training.run_folder import Job, RunFolder, choose_run_folder
 from gnmr_megatron.training.state import TrainState
 
+SETTINGS = "config.yaml"
+
 
 def agree_on_folder(config: RunConfig) -> RunFolder:
-    """Rank 0 picks the run folder and writes the settings there, before anything else happens in it."""
+    """Rank 0 picks the run folder; in a new one it writes the settings, before anything else happens there."""
     choice: RunFolder | Exception | None = None
     if dist.get_rank() == 0:
         try:
             job = Job.of(launch_id())
             choice = choose_run_folder(Path(config.runs_dir), config.name, config.resume, job=job)
-            write_config(config, choice.path / "config.yaml")
+            if not choice.is_resumed:
+                write_config(config, choice.path / SETTINGS)
         except (OSError, GnmrError) as error:  # others wait for the choice: tell them, too
             choice = error
     agreed = gather_from_all(choice)[0]
@@ -80,6 +83,8 @@ def resume(
             )
         )
     state.global_batch_size = config.train.global_batch_size
+    if folder.is_resumed:  # not before: a resume that is refused changes nothing
+        _write_settings(config, folder)
     if dist.get_rank() == 0 and folder.is_resumed:
         for unfinished in leftovers(folder.checkpoints, PARTIAL):
             remove(unfinished)
@@ -88,6 +93,18 @@ def resume(
         if named is not None and folder.candidates == (named,):
             Job.of(launch_id()).note_taken_up(named)
     return state, troubles
+
+
+def _write_settings(config: RunConfig, folder: RunFolder) -> None:
+    problem: str | None = None
+    if dist.get_rank() == 0:
+        try:
+            write_config(config, folder.path / SETTINGS)
+        except OSError as error:
+            problem = str(error)
+    problem = gather_from_all(problem)[0]
+    if problem is not None:
+        raise ConfigError(f"runs_dir: {folder.path} cannot be written: {problem}")
 
 
 def _whole_checkpoint(

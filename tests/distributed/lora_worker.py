@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from gnmr_megatron.models.discovery import local_linears
 from gnmr_megatron.models.lora import adapters_merged
 from gnmr_megatron.models.precision_plan import model_units
+from gnmr_megatron.models.recoverable_linear import RecoverableColumnLinear
 from gnmr_megatron.training.config_files import parse_run, run_parser
 from gnmr_megatron.training.setup import set_up
 
@@ -113,6 +114,38 @@ def outputs(trainer, linears, batch):
     return found | {"weights_after": weights(linears)}
 
 
+def adapters(linears):
+    return everyone(
+        {
+            (name, matrix): whole(getattr(linear.lora, matrix).data, name, matrix)
+            for name, linear in linears.items()
+            if linear.lora is not None
+            for matrix in "ab"
+        }
+    )
+
+
+def survivors(linear, tokens):
+    """How many inputs of a token dropout leaves to the adapter, for each of this rank's tokens."""
+    adapter = linear.lora
+    a, b = (torch.zeros_like(matrix.data) for matrix in (adapter.a, adapter.b))
+    a[0], b[:, 0] = 1.0, 1.0
+    adapter.a.data, adapter.b.data = a, b
+    if linear.sequence_parallel and isinstance(linear, RecoverableColumnLinear):
+        tokens //= linear.tp_group.size()
+    with torch.no_grad():
+        seen = adapter(torch.ones(tokens, 1, a.shape[1]), linear.path, None)[:, 0, 0]
+    return seen / adapter.scale
+
+
+def drop(linears, tokens):
+    """What each process of a few projections finds, by name."""
+    own = {name: survivors(linears[name], tokens) for name in sorted(linears)[:4]}
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
 def run_case(case):
     if "copied_from" in case:
         source, target = case["copied_from"]
@@ -126,10 +159,12 @@ def run_case(case):
     linears = local_linears(
         trainer.step.model.chunks, {unit.id for unit in model_units(config.model)}
     )
-    if case["does"] == "train":
+    if case["does"] == "drop":
+        found = {"survivors": drop(linears, config.data.sequence_length)}
+    elif case["does"] == "train":
         found = {"before": weights(linears)}
         trainer.train()
-        found["after"] = weights(linears)
+        found |= {"after": weights(linears), "adapters": adapters(linears)}
         if dist.get_world_size() == 1:
             batch = trainer.evaluation.batches[0]
             found |= {"tokens": batch.tokens, **outputs(trainer, linears, batch)}

@@ -21,6 +21,7 @@ from gnmr_megatron.observability.events import EvaluationEvent, StepEvent, read_
 from gnmr_megatron.observability.risk_matrix import read_risk_matrix
 from gnmr_megatron.training.conversion import huggingface_to_megatron
 from tests.conftest import TINY, options
+from tests.distributed.layout_matrix import compare
 from tests.tiny_llama import save_llama, tensors_of
 
 RANK, ALPHA = 4, 6.0
@@ -32,12 +33,32 @@ PP2 = {"parallel.pipeline_model_parallel_size": 2}
 SP = {"parallel.sequence_parallel": "true"}
 RECOMPUTE = {"train.recompute": "full"}
 ATTENTION = {"lora.units": "['decoder.layers.[13].self_attention.*']"}
+CP2 = {"parallel.context_parallel_size": 2}
+VPP2 = {"parallel.virtual_pipeline_model_parallel_size": 2}
+SHARDED = {
+    "parallel.use_distributed_optimizer": "true", "parallel.overlap_grad_reduce": "true",
+    "parallel.overlap_param_gather": "true",
+}  # fmt: skip
+BF16 = {"model.dtype": "bf16", "precision.recovery": "bf16"}
 LAYOUTS = {
     "tp2": TP2,
     "tp2_sp": TP2 | SP,
     "tp2_sp_recompute": TP2 | SP | RECOMPUTE,
     "pp2": PP2,
+    "pp2_vpp2": PP2 | VPP2,
+    "dp2": {},
+    "cp2": CP2,
 }
+TRAINED = {  # from frozen INT8 weights, recovered to exact ones: layout, reference, tolerances of losses and norms
+    "short_tp2_sp": (TP2 | SP, "short", 1e-5, 1e-4),
+    "short_pp2_vpp2": (PP2 | VPP2, "short", 1e-5, 1e-4),
+    "short_dp2_sharded": (SHARDED, "short", 1e-5, 1e-4),
+    "short_cp2_sharded": (CP2 | SHARDED, "short", 1e-5, 1e-4),
+    "short_bf16_tp2_sp": (BF16 | TP2 | SP, "short_bf16", 5e-3, 5e-2),
+    "short_bf16_dp2_sharded": (BF16 | SHARDED, "short_bf16", 5e-3, 5e-2),
+}
+DROPOUT = {"lora.dropout": 0.25}
+DRAWS = {"tp2": TP2, "tp2_sp": TP2 | SP, "dp2": {}, "cp2": CP2, "pp2": PP2}
 HUGGING_FACE = {
     "model.num_attention_heads": 4, "model.num_query_groups": 2, "model.ffn_hidden_size": 96,
 }  # fmt: skip
@@ -81,8 +102,8 @@ def found(dataset, runs):
     }  # fmt: skip
     full = EXACT | {"init_from": str(runs / "base")}
 
-    def resumed(name, **settings):
-        copied = [str(runs / "trained"), str(runs / name)]
+    def resumed(name, source="trained", **settings):
+        copied = [str(runs / source), str(runs / name)]
         settings = lora | INT8 | longer | {"resume": str(runs / name)} | settings
         return case(name, "train", settings, copied_from=copied, without=LAST)
 
@@ -100,12 +121,20 @@ def found(dataset, runs):
         case("trained", "train", lora | INT8 | longer),
         case("huggingface", "train", HUGGING_FACE | lora | EXACT | longer | {"lora.base": str(runs / "converted")}),
         resumed("resumed"),
+        case("dropped", "train", lora | INT8 | longer | DROPOUT),
+        resumed("dropped_resumed", source="dropped", **DROPOUT),
+        case("dropped_recomputed", "train", lora | INT8 | longer | DROPOUT | RECOMPUTE),
+        case("short", "train", lora | INT8),
+        case("short_bf16", "train", lora | INT8 | BF16),
     ]  # fmt: skip
     two = [
         *(case(name, "measure", lora | EXACT | layout, random_b=True) for name, layout in LAYOUTS.items()),
         case("tp2_sp_int8", "measure", lora | INT8 | TP2 | SP, random_b=True),
         case("pp2_part", "measure", lora | EXACT | ATTENTION | PP2),
         resumed("resumed_tp2_sp", **TP2, **SP),
+        *(case(name, "train", lora | INT8 | layout) for name, (layout, *_) in TRAINED.items()),
+        *(case(f"drop_{name}", "drop", lora | EXACT | DROPOUT | layout) for name, layout in DRAWS.items()),
+        case("dropped_tp2", "measure", lora | EXACT | DROPOUT | TP2, random_b=True),
     ]  # fmt: skip
     return launch(1, one, runs) | launch(2, two, runs)
 
@@ -257,6 +286,65 @@ def test_a_resumed_run_goes_on_to_the_bit_and_in_another_layout_alike(found, run
     ours, reference = read_risk_matrix(resumed), read_risk_matrix(whole)
     np.testing.assert_array_equal(ours.norms, reference.norms)
     np.testing.assert_array_equal(ours.selected, reference.selected)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_adapters_train_in_every_layout_as_in_one_process(found, runs, name):
+    """Data parallel, distributed optimizer, context parallel, interleaved, in FP32 and BF16."""
+    _, reference, loss_tolerance, norm_tolerance = TRAINED[name]
+    difference = compare(runs / name, runs / reference)
+    assert difference.steps == TINY["train.steps"]
+    assert difference.losses <= loss_tolerance
+    assert difference.norms <= norm_tolerance
+    assert difference.recovered >= 10
+    assert difference.same_traces or "bf16" in name
+    ours, expected = found[name]["adapters"], found[reference]["adapters"]
+    assert ours.keys() == expected.keys()
+    assert len(ours) == 32
+    dtype = torch.bfloat16 if "bf16" in name else torch.float32
+    for key, matrix in ours.items():
+        assert matrix.dtype == dtype
+        error = (matrix.double() - expected[key].double()).norm() / expected[key].double().norm()
+        assert error <= norm_tolerance, key
+
+
+def test_with_dropout_a_resumed_run_goes_on_to_the_bit_and_recompute_drops_the_same(found, runs):
+    whole, plain = (read_risk_matrix(runs / name) for name in ("dropped", "trained"))
+    assert (whole.norms != plain.norms).any()  # dropout is felt
+    for name in ("dropped_resumed", "dropped_recomputed"):
+        ours = read_risk_matrix(runs / name)
+        np.testing.assert_array_equal(ours.norms, whole.norms)
+        np.testing.assert_array_equal(ours.selected, whole.selected)
+        losses = [[e.loss for e in events(runs / run, StepEvent)] for run in (name, "dropped")]
+        assert losses[0] == losses[1]
+        for key, matrix in found["dropped"]["adapters"].items():
+            assert torch.equal(found[name]["adapters"][key], matrix)
+
+
+@pytest.mark.parametrize("operator", ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"])
+def test_ranks_that_hold_the_same_input_drop_the_same_of_it_and_others_for_themselves(
+    found, operator
+):
+    def survivors(name):
+        """Of each token on either rank; their first such projections."""
+        return [
+            next(own[unit] for unit in own if unit.endswith(operator)).mul(0.75).round()
+            for own in found[f"drop_{name}"]["survivors"]
+        ]
+
+    is_row = operator in ("linear_proj", "linear_fc2")
+    first, second = survivors("tp2")  # sums over both ranks where inputs are split
+    assert torch.equal(first, second)
+    if is_row:  # equal draws on two equal inputs would add up to even numbers
+        assert (first % 2 == 1).any()
+    first, second = survivors("tp2_sp")
+    if is_row:
+        assert (torch.cat([first, second]) % 2 == 1).any()
+    else:  # gathered: the tokens of the two ranks follow each other
+        assert torch.equal(first, second)
+        assert not torch.equal(*first.chunk(2))
+    for name in ("dp2", "cp2", "pp2"):
+        assert not torch.equal(*survivors(name)), name
 
 
 def test_merging_gives_the_weights_of_the_formula_and_unmerging_the_very_bits(found):

@@ -60,6 +60,38 @@ def test_ranks_that_each_keep_the_whole_input_are_counted(capsys):
     assert [row["low_bytes"] for row in plain[:2]] == [2 * once, once]  # qkv on both ranks
 
 
+def test_frozen_units_keep_nothing_and_adapters_their_inputs(capsys):
+    """Of 16 units 256 or 768 wide, four have adapters of rank 8."""
+    table = units(
+        capsys,
+        RUNS / "quickstart.yaml",
+        "--model.num_layers=4",
+        "--model.dtype=bf16",
+        "--lora.rank=8",
+        "--lora.units=['decoder.layers.[12].mlp.*']",
+        "--lora.base=unread",
+        "--precision.low=frozen_int8",
+        "--precision.recovery=bf16",
+        "--parallel.tensor_model_parallel_size=2",
+        "--parallel.sequence_parallel=true",
+        "--gnmr.max_recovered=2",
+    )
+    rows = {row["unit"]: row for row in table["units"]}
+    # the input of A in BF16, once over the ranks; that of B whole on both ranks, or a half of the tokens on each
+    fc1, fc2 = 2 * 256 + 2 * 8 * 2, 2 * 768 + 2 * 8
+    for layer in (1, 2):
+        for name, kept in (("linear_fc1", fc1), ("linear_fc2", fc2)):
+            row = rows.pop(f"decoder.layers.{layer}.mlp.{name}")
+            assert (row["low_bytes"], row["recovery_bytes"]) == (kept, kept)
+    assert len(rows) == 12
+    assert {(row["fixed"], row["low_bytes"], row["recovery_bytes"]) for row in rows.values()} == {
+        (True, 0, 0)
+    }
+    totals = table["totals"]
+    assert totals["recoverable"] == 4
+    assert totals["low_bytes"] == totals["most_bytes"] == totals["exact_bytes"] == 2 * (fc1 + fc2)
+
+
 @pytest.mark.parametrize(
     ("option", "most"), [("max_recovered=1000", 16), ("mode=monitor", 0), ("max_recovered=3", 3)]
 )

@@ -153,7 +153,7 @@ def _token_bytes(config: RunConfig, *, on_gpu: bool) -> float:
 
 def _kept_bytes(config: RunConfig, unit: UnitPlan) -> float:
     """What a projection keeps of a token's input on a rank; recovered units are few and not counted apart."""
-    if unit.unit.operator == "linear_proj" and PATHS[unit.low].family == "exact":
+    if unit.unit.operator == "linear_proj" and PATHS[unit.low].family in ("exact", "frozen"):
         return 0.0  # the attention's output, which is kept already
     layout = config.parallel
     of_all_ranks = unit.kept_bytes(
