@@ -43,6 +43,7 @@ setup(
         # (the name belongs to another project): install it from source or use an NGC image.
         "dashboard": ["wandb-workspaces>=0.4"],
         "huggingface": ["transformers>=5", "accelerate>=1"],
+        "evaluation": ["lm-eval>=0.4.13,<0.5", "transformers>=5"],
         "docs": ["mkdocs-material>=9.5", "mkdocstrings-python>=1.10"],
         "te": ["transformer-engine[pytorch]>=2.9,<2.12"],
         "dev": [
@@ -53,6 +54,7 @@ setup(
             "import-linter>=2.1",
             "jsonschema>=4.20",
             "kubernetes-validate>=1.31",
+            "lm-eval>=0.4.13,<0.5",
             "ml_dtypes>=0.5",
             "accelerate>=1",
             "mypy>=1.15",

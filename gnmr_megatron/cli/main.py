@@ -55,6 +55,10 @@ VERBS = {
         "gnmr_megatron.cli.calibrate",
         "find thresholds for a wanted rate of exceedances, from a recorded run",
     ),
+    "evaluate": (
+        "gnmr_megatron.cli.evaluate",
+        "run benchmarks of lm-evaluation-harness on a checkpoint",
+    ),
     "convert": (
         "gnmr_megatron.cli.convert",
         "Hugging Face's LLaMA folders to checkpoints and back",

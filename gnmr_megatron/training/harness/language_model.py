@@ -1,0 +1,190 @@
+"""Our model as a language model of the harness, equal in all it does to the harness's own `hf`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    has_bos_prefix,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from gnmr_megatron.distributed.process_groups import gather_from_all
+from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.training.harness.scoring import Prompt, ScoringModel
+
+MAX_GENERATED = 256
+"""Tokens to generate where a task does not say."""
+
+Encoded = tuple[Any, list[int], list[int]]
+"""A request, its context and its continuation."""
+
+
+class MegatronLM(TemplateLM):
+    """Answers the harness's requests; all ranks are asked the same, and all learn all answers.
+
+    Args:
+        model: runs the prompts.
+        tokenizer: the checkpoint's, as transformers loads it.
+        max_length: longest prompt in tokens; longer ones lose their first tokens.
+        batch_size: prompts of a forward pass.
+    """
+
+    def __init__(
+        self,
+        model: ScoringModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        batch_size: int,
+    ) -> None:
+        super().__init__()
+        self._model, self.tokenizer = model, tokenizer
+        self.max_length, self._batch_size = max_length, batch_size
+        self.truncated = 0
+        """Prompts that lost their first tokens."""
+
+    @property
+    def eot_token_id(self) -> int:
+        """Id of the end of a text."""
+        found: int = self.tokenizer.eos_token_id
+        return found
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before the first token of a text: the token of its begin, or that of its end."""
+        begin: int | None = self.tokenizer.bos_token_id
+        return self.eot_token_id if begin is None else begin
+
+    def tok_encode(
+        self, string: str, *, add_special_tokens: bool | None = None, **_kwargs: Any
+    ) -> list[int]:
+        """Ids of a text, with a begin where the tokenizer is set so, and where the text has none of its own."""
+        if add_special_tokens is None and has_bos_prefix(
+            string, self.tokenizer.decode(self.prefix_token_id)
+        ):
+            add_special_tokens = False
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        ids: list[int] = self.tokenizer.encode(string, **options)
+        return ids
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Log-probability of continuations, and whether they are the greedy ones."""
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Encoded], **_kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        # prompts that differ in the last token alone, such as the letters of multiple choice, are one
+        grouped: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            if not 0 < len(continuation) <= self.max_length:
+                raise ConfigError(
+                    f"--max-length: a continuation of {len(continuation)} tokens does not fit in {self.max_length}"
+                )
+            whole = (*context, *continuation)
+            self.truncated += len(whole) > self.max_length + 1
+            kept = whole[-(self.max_length + 1) :]
+            grouped.setdefault((kept[:-1], len(continuation)), []).append(index)
+        prompts = [
+            Prompt(tokens, [requests[index][2] for index in indices])
+            for (tokens, _), indices in grouped.items()
+        ]
+        answers: dict[int, tuple[float, bool]] = {}
+        scores = self._model.scores(prompts)
+        for indices, found in zip(grouped.values(), scores, strict=True):
+            for index, score in zip(indices, found, strict=True):
+                answers[index] = (score.log_probability, score.is_greedy)
+        return [answers[index] for index in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Log-probability of whole texts, each token given those before it in its window."""
+        windows: list[Encoded] = []
+        owners: list[int] = []
+        for index, request in enumerate(requests):
+            found = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for window in found:
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(index)
+        totals = [0.0] * len(requests)
+        scores = self._loglikelihood_tokens(windows)
+        for owner, (log_probability, _) in zip(owners, scores, strict=True):
+            totals[owner] += log_probability
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """Greedy continuations up to a stop sequence, computing each prompt anew for each token.
+
+        Raises:
+            ConfigError: a task asks for sampling, or for more tokens than fit.
+        """
+        by_settings: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_settings.setdefault(repr(request.args[1]), []).append(index)
+        batches: list[list[int]] = []
+        for indices in by_settings.values():
+            ordered = sorted(indices, key=lambda index: -len(requests[index].args[0]))
+            batches += [
+                ordered[start : start + self._batch_size]
+                for start in range(0, len(ordered), self._batch_size)
+            ]
+        own: dict[int, str] = {}
+        for batch in tqdm(batches[self._model.replica :: self._model.num_replicas]):
+            texts = self._generate([requests[index] for index in batch])
+            own |= dict(zip(batch, texts, strict=True))
+        merged = {index: text for part in gather_from_all(own) for index, text in part.items()}
+        return [merged[index] for index in range(len(requests))]
+
+    def _generate(self, requests: Sequence[Instance]) -> list[str]:
+        """Texts of requests with the same settings."""
+        settings = dict(normalize_gen_kwargs(requests[0].args[1], MAX_GENERATED))
+        if settings.get("do_sample"):
+            raise ConfigError(
+                f"{requests[0].task_name}: asks for sampling (do_sample), but only greedy decoding is implemented"
+            )
+        end = self.tokenizer.decode(self.eot_token_id)
+        until = handle_stop_sequences(settings["until"], eos=end)
+        wanted = settings["max_gen_toks"]
+        room = self.max_length - wanted
+        if room < 1:
+            raise ConfigError(
+                f"--max-length: {requests[0].task_name} generates {wanted} tokens, which leaves no room for a prompt "
+                f"in {self.max_length}"
+            )
+        inputs = [self.tok_encode(request.args[0])[-room:] for request in requests]
+        starts = [len(tokens) for tokens in inputs]
+        running = list(range(len(inputs)))
+        for _ in range(wanted):
+            if not running:
+                break
+            found = self._model.next_tokens([inputs[row] for row in running])
+            for row, token in zip(running, found, strict=True):
+                inputs[row] = [*inputs[row], token]
+            running = [
+                row for row in running if not self._is_done(inputs[row][starts[row] :], until)
+            ]
+        return [
+            postprocess_generated_text(self._text(tokens[start:]), until, None)
+            for tokens, start in zip(inputs, starts, strict=True)
+        ]
+
+    def _is_done(self, tokens: Sequence[int], until: Sequence[str]) -> bool:
+        text = self._text(tokens)
+        return tokens[-1] == self.eot_token_id or any(stop and stop in text for stop in until)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
