@@ -111,7 +111,7 @@ def test_a_run_that_fails_is_told_with_its_message_and_others_go_on(taken, tmp_p
     )  # fmt: skip
     assert result.returncode == 1
     assert "gnmr.alpha: -1.0 must be positive and finite" in result.stderr
-    assert "random-s3: needs the run of int2" in result.stderr
+    assert "random-s3: needs int2-s3" in result.stderr
     assert "Traceback" not in result.stderr
 
 

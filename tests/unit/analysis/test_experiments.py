@@ -63,10 +63,10 @@ def test_an_arm_wins_over_a_size_and_a_size_over_the_suite(tmp_path):
         ({"arms": {"low": {"setings": {}}}}, r"arms.low: unknown key `setings`; did you mean `settings`"),
         ({"arms": {"low": {}, "high": {"settings": {}}}}, r"arms.low: `settings` is missing"),
         ({"sizes": {"small": {"seeds": [1]}}}, r"sizes.small: `base` is missing"),
-        ({"sizes": {"s": {"base": "b", "seeds": [1], "preparation": {"x": {}}}}}, r"sizes.s.preparation: no preparation `x`"),
+        ({"sizes": {"s": {"base": "b", "seeds": [1], "preparation": {"x": {}}}}}, r"s.preparation: no preparation `x`"),
         ({"datasets": {"text": {"inputs": "docs", "tokenizer_from": "t"}}}, r"datasets.text.inputs: must be a list"),
         ({"datasets": {"text": {"inputs": ["docs"]}}}, r"datasets.text: `tokenizer_from` is missing"),
-        ({"datasets": {"a": {"inputs": ["b"], "tokenizer_from": "t"}}, "preparation": {"a": {}}}, r"`a` names a dataset and"),
+        ({"datasets": {"a": {"inputs": ["b"], "tokenizer_from": "t"}}, "preparation": {"a": {}}}, r"a dataset and"),
         ({"sizes": {"s": {"base": "b", "seeds": [1], "arms": ["hgih"]}}}, r"sizes.s.arms\[0\]: no arm `hgih`"),
     ],
 )  # fmt: skip
@@ -80,7 +80,11 @@ def test_what_is_prepared_has_settings_of_its_own_and_all_arms_wait_for_it(tmp_p
         tmp_path,
         preparation={"start": {"c.d": 5, "c.e": 6}},
         settings={"a.b": 1, "x.from": "{output}/start", "x.all": ["{output}/text", 7]},
-        sizes={"small": {"base": "base.yaml", "seeds": [2, 1], "settings": {"a.c": 4}, "preparation": {"start": {"c.e": 8}}}},
+        sizes={
+            "small": {
+                "base": "b.yaml", "seeds": [2, 1], "settings": {"a.c": 4}, "preparation": {"start": {"c.e": 8}},
+            }
+        },
     )  # fmt: skip
     out = tmp_path / "out"
     (start,) = plan_preparation(trial, trial.size("small"), out)
