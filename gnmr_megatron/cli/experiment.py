@@ -17,17 +17,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gnmr_megatron.analysis.experiments.correlation import correlations
+from gnmr_megatron.analysis.experiments.detection import detection
 from gnmr_megatron.analysis.experiments.matrix import PlannedRun, plan, take
-from gnmr_megatron.analysis.experiments.results import (
-    RunFigures,
+from gnmr_megatron.analysis.experiments.results import RunFigures, by_arm, figures_of
+from gnmr_megatron.analysis.experiments.suite import SMOKE, find_suite
+from gnmr_megatron.analysis.experiments.tables import (
     as_csv,
     as_json,
     as_markdown,
-    by_arm,
-    figures_of,
+    faults_as_markdown,
     ranking_as_markdown,
 )
-from gnmr_megatron.analysis.experiments.suite import SMOKE, find_suite
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.analysis.report import write_report
 from gnmr_megatron.errors import ConfigError
@@ -92,17 +92,40 @@ def run(arguments: Sequence[str]) -> int:
             )  # fmt: skip
         return 0
     failures = _take(runs, at_once=max(1, options.jobs))
+    done = [planned for planned in runs if planned.is_done]
+    undisturbed = {
+        planned.seed: RecordedRun(planned.folder)
+        for planned in done
+        if planned.arm.name == suite.high
+    }
+    found = {
+        planned.folder: detection(RecordedRun(planned.folder), undisturbed.get(planned.seed))
+        for planned in done
+    }
     rows = [
-        figures_of(planned, kept_bytes=_kept_bytes(planned)) for planned in runs if planned.is_done
+        figures_of(planned, found[planned.folder], kept_bytes=_kept_bytes(planned))
+        for planned in done
     ]
     gap, arms = by_arm(suite, rows)
-    ranking = {
-        planned.folder.name: found
-        for planned in runs
-        if planned.is_done and (found := correlations(RecordedRun(planned.folder)))
+    answers = {
+        arm.arm: [
+            answer
+            for planned in done
+            if planned.arm.name == arm.arm
+            for answer in found[planned.folder].answers
+        ]
+        for arm in arms
     }
-    _write(output, rows, as_markdown(suite, gap, arms) + ranking_as_markdown(ranking))
-    first = {planned.arm.name: planned.folder for planned in reversed(runs) if planned.is_done}
+    ranking = {
+        planned.folder.name: ranks
+        for planned in done
+        if (ranks := correlations(RecordedRun(planned.folder)))
+    }
+    tables = (
+        as_markdown(suite, gap, arms), faults_as_markdown(answers), ranking_as_markdown(ranking),
+    )  # fmt: skip
+    _write(output, rows, "\n".join(table for table in tables if table))
+    first = {planned.arm.name: planned.folder for planned in reversed(done)}
     if first:  # a page of all runs would be large: one of each arm
         write_report(list(first.values())[::-1], output / "report.html")
     if options.json:

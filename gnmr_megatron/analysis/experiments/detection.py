@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from gnmr_megatron.analysis.recorded_run import RecordedRun
-from gnmr_megatron.observability.events import FaultEvent
+from gnmr_megatron.control.statistics import FloatArray
+from gnmr_megatron.observability.events import FaultEvent, StepEvent
 
 WINDOW = 5
 """Steps from the first of a fault within which a decision answers it."""
+
+AFTERMATH = 20
+"""Steps from the first of a fault whose loss it may have raised."""
+
+BURST = 3.0
+"""A fault that raises a gradient norm by this factor is one that control has to answer at once."""
 
 ANSWERABLE = (
     "scale_gradient", "poison_gradient", "activation_burst", "stale_scale", "bad_batch", "learning_rate_spike",
@@ -37,33 +44,54 @@ class InjectedFault:
 
 
 @dataclass(frozen=True)
+class Answer:
+    """What a run's decisions and losses made of one fault.
+
+    Attributes:
+        fault: the fault.
+        delay: steps from its first step to the decision for one of its units; 0 is the decision of the same step, which
+            the next one runs with. None where there was none within `WINDOW` steps.
+        raised: norm of its units' gradients in its first step over the mean of the `WINDOW` steps before, that of the
+            unit with the most; NaN where there are none.
+        excess_loss: mean training loss of the `AFTERMATH` steps from its first, above that of a run without faults
+            on the same batches; NaN without such a run.
+    """
+
+    fault: InjectedFault
+    delay: int | None
+    raised: float
+    excess_loss: float
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether it raised a unit's gradient norm beyond doubt."""
+        return self.raised >= BURST
+
+
+@dataclass(frozen=True)
 class Detection:
     """How decisions and faults fit.
 
     Attributes:
-        faults: faults that a decision could answer.
-        hits: those for which one of their units was selected within `WINDOW` steps from their first.
-        delays: steps from the first step of each hit to that decision; 0 is the decision of the same step.
+        answers: one for each fault that a decision could answer.
         false_recoveries: unit-steps that were selected anew (not in the set before) although no fault of the last
             `WINDOW` steps explains it.
-        unit_steps: of the run.
+        unit_steps: of the run; 0 without control.
     """
 
-    faults: int
-    hits: int
-    delays: tuple[int, ...]
+    answers: tuple[Answer, ...]
     false_recoveries: int
     unit_steps: int
 
-    @classmethod
-    def nothing(cls) -> Detection:
-        """Of a run without control."""
-        return cls(0, 0, (), 0, 0)
-
     @property
     def hit_rate(self) -> float:
-        """Share of the faults; NaN without any."""
-        return self.hits / self.faults if self.faults else math.nan
+        """Share of the faults that were answered; NaN without any."""
+        return _share(answer.delay is not None for answer in self.answers)
+
+    @property
+    def burst_hit_rate(self) -> float:
+        """Share of the bursts whose unit ran on the recovery path in the next step; NaN without any."""
+        return _share(answer.delay == 0 for answer in self.answers if answer.is_burst)
 
     @property
     def false_rate(self) -> float:
@@ -73,7 +101,12 @@ class Detection:
     @property
     def delay(self) -> float:
         """Mean, in steps; NaN without a hit."""
-        return sum(self.delays) / len(self.delays) if self.delays else math.nan
+        return _mean(answer.delay for answer in self.answers if answer.delay is not None)
+
+    @property
+    def excess_loss(self) -> float:
+        """Mean over faults; NaN where it is not known."""
+        return _mean(answer.excess_loss for answer in self.answers)
 
 
 def injected_faults(run: RecordedRun) -> Iterator[InjectedFault]:
@@ -94,23 +127,66 @@ def injected_faults(run: RecordedRun) -> Iterator[InjectedFault]:
     yield from going.values()
 
 
-def detection(run: RecordedRun) -> Detection:
-    """Compare the decisions of a run with its faults."""
-    matrix, faults = run.matrix, list(injected_faults(run))
+def detection(run: RecordedRun, undisturbed: RecordedRun | None = None) -> Detection:
+    """Compare the decisions of a run with its faults.
+
+    Args:
+        run: with faults; where its control is disabled, only losses are compared.
+        undisturbed: the same run without faults.
+    """
+    faults = list(injected_faults(run))
+    losses = _losses(run)
+    others = _losses(undisturbed) if undisturbed is not None else {}
+    if run.starts[0].mode == "disabled":
+        unanswered = (Answer(f, None, math.nan, _excess(f, losses, others)) for f in faults)
+        return Detection(tuple(unanswered), 0, 0)
+    matrix = run.matrix
+    norms = np.asarray(matrix.norms)
     column = {unit: index for index, unit in enumerate(matrix.units)}
     row = {int(step): index for index, step in enumerate(matrix.steps)}
     selected = matrix.selected
     explained = np.zeros_like(selected)
-    delays = []
+    answers = []
     for fault in faults:
         columns = [column[unit] for unit in fault.units if unit in column] or list(column.values())
         rows = [row[s] for s in range(fault.first, fault.first + WINDOW) if s in row]
-        hit = next((i for i, r in enumerate(rows) if selected[r, columns].any()), None)
-        if hit is not None:
-            delays.append(hit)
-        last = [row[s] for s in range(fault.first, fault.last + WINDOW) if s in row]
-        explained[np.ix_(last, columns)] = True
+        delay = next((i for i, r in enumerate(rows) if selected[r, columns].any()), None)
+        raised = _raised(norms[:, columns], rows[0]) if rows else math.nan
+        answers.append(Answer(fault, delay, raised, _excess(fault, losses, others)))
+        explained[np.ix_([row[s] for s in _touched(fault) if s in row], columns)] = True
     begun = selected.copy()
     begun[1:] &= ~selected[:-1]
-    false = int((begun & ~explained).sum())
-    return Detection(len(faults), len(delays), tuple(delays), false, selected.size)
+    return Detection(tuple(answers), int((begun & ~explained).sum()), selected.size)
+
+
+def _touched(fault: InjectedFault) -> range:
+    return range(fault.first, fault.last + WINDOW)
+
+
+def _raised(norms: FloatArray, at: int) -> float:
+    before = norms[max(at - WINDOW, 0) : at]
+    if not before.size:
+        return math.nan
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = norms[at] / before.mean(axis=0)
+    return float(np.max(ratios, initial=-math.inf, where=~np.isnan(ratios)))
+
+
+def _losses(run: RecordedRun) -> dict[int, float]:
+    return {event.step: event.loss for event in run.events_of(StepEvent)}
+
+
+def _excess(
+    fault: InjectedFault, losses: Mapping[int, float], others: Mapping[int, float]
+) -> float:
+    steps = range(fault.first, fault.first + AFTERMATH)
+    return _mean(losses[step] - others[step] for step in steps if step in losses and step in others)
+
+
+def _share(items: Iterable[bool]) -> float:
+    return _mean(float(item) for item in items)
+
+
+def _mean(items: Iterable[float]) -> float:
+    values = list(items)
+    return sum(values) / len(values) if values else math.nan

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from gnmr_megatron.analysis.calibrate import calibrate
 from gnmr_megatron.analysis.experiments.suite import Arm, Size, Suite
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.errors import ConfigError, DataError, GnmrError
@@ -37,6 +38,8 @@ class PlannedRun:
         folder: run folder.
         base: configuration file.
         settings: dotted keys on top of it.
+        budget_from: folder of the run whose recovered units of each step are its budget, or None.
+        calibrated_on: folder of the run that its thresholds come from, or None.
     """
 
     arm: Arm
@@ -44,6 +47,8 @@ class PlannedRun:
     folder: Path
     base: Path
     settings: Mapping[str, Any]
+    budget_from: Path | None = None
+    calibrated_on: Path | None = None
 
     @property
     def sidecar(self) -> Path:
@@ -59,6 +64,11 @@ class PlannedRun:
             return False
         return bool(finishes) and finishes[-1].reason in ENDED
 
+    @property
+    def needs(self) -> list[Path]:
+        """Folders of the runs that must be done before it."""
+        return [folder for folder in (self.calibrated_on, self.budget_from) if folder is not None]
+
     def command(self) -> list[str]:
         """What takes it, or goes on with it."""
         return [
@@ -69,14 +79,21 @@ class PlannedRun:
 
 
 def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -> list[PlannedRun]:
-    """All runs of a suite, those first whose budget others take."""
+    """All runs of a suite, those first that others need."""
     arms = [suite.arms[name] for name in size.arms] or list(suite.arms.values())
     names = {arm.name for arm in arms}
     for arm in arms:
-        if arm.budget_of is not None and arm.budget_of not in names:
-            raise ConfigError(
-                f"experiment {suite.name}: arm {arm.name} needs {arm.budget_of}, which this size leaves out"
-            )
+        for needed in (arm.budget_of, arm.calibrated_on):
+            if needed is not None and needed not in names:
+                raise ConfigError(
+                    f"experiment {suite.name}: arm {arm.name} needs {needed}, which this size leaves out"
+                )
+
+    def folder(arm: str | None, seed: int) -> Path | None:
+        return None if arm is None else output / f"{arm}-s{seed}"
+
+    # thresholds come from another seed where there is one: they are not to be fitted to their own run
+    next_seed = dict(zip(size.seeds, [*size.seeds[1:], size.seeds[0]], strict=True))
     runs = [
         PlannedRun(
             arm=arm,
@@ -90,11 +107,15 @@ def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -
                 "seed": seed,
                 **overrides,
             },
+            budget_from=folder(arm.budget_of, seed),
+            calibrated_on=folder(arm.calibrated_on, next_seed[seed]),
         )
         for arm in arms
         for seed in size.seeds
     ]
-    return sorted(runs, key=lambda run: run.arm.budget_of is not None)
+    return sorted(
+        runs, key=lambda run: (run.budget_from is not None, run.calibrated_on is not None)
+    )
 
 
 def take(
@@ -127,14 +148,15 @@ def take(
     with ThreadPoolExecutor(at_once) as pool:
         going: dict[Future[str | None], PlannedRun] = {}
         while waiting or going:
-            ready = [run for run in waiting if _is_ready(run, done)]
+            ready = [run for run in waiting if done.issuperset(run.needs)]
             for run in ready[: at_once - len(going)]:
                 waiting.remove(run)
                 tell(run, "started")
                 going[pool.submit(_take_one, run, environment)] = run
             if not going:
                 failures += [
-                    f"{run.folder.name}: needs the run of {run.arm.budget_of}" for run in waiting
+                    f"{run.folder.name}: needs {' and '.join(item.name for item in run.needs)}"
+                    for run in waiting
                 ]
                 break
             finished, _ = wait(going, return_when=FIRST_COMPLETED)
@@ -147,15 +169,6 @@ def take(
                 else:
                     done.add(run.folder)
     return failures
-
-
-def _is_ready(run: PlannedRun, done: set[Path]) -> bool:
-    """Whether its budget, if it takes one from another run, is known."""
-    return run.arm.budget_of is None or _budget_folder(run) in done
-
-
-def _budget_folder(run: PlannedRun) -> Path:
-    return run.folder.with_name(f"{run.arm.budget_of}-s{run.seed}")
 
 
 def _take_one(run: PlannedRun, environment: Mapping[str, str]) -> str | None:
@@ -181,9 +194,7 @@ def _take_one(run: PlannedRun, environment: Mapping[str, str]) -> str | None:
 
 def _write_sidecar(run: PlannedRun) -> None:
     settings: dict[str, Any] = {}
-    own = dict(run.settings)
-    if run.arm.budget_of is not None:
-        own["gnmr.max_recovered"] = recovered_after_each_step(RecordedRun(_budget_folder(run)))
+    own = dict(run.settings) | _learnt(run)
     for key, value in own.items():
         place = settings
         *parents, last = key.split(".")
@@ -191,9 +202,22 @@ def _write_sidecar(run: PlannedRun) -> None:
             place = place.setdefault(parent, {})
         place[last] = value
     run.folder.parent.mkdir(parents=True, exist_ok=True)
-    # the comment tells of settings without the budget, which follows from another run
+    # the comment tells of settings without those that follow from other runs
     head = f"# {json.dumps(dict(run.settings), sort_keys=True)}\n"
     replace_file(run.sidecar, (head + yaml.safe_dump(settings, sort_keys=False)).encode())
+
+
+def _learnt(run: PlannedRun) -> dict[str, Any]:
+    """Settings that follow from other runs."""
+    found: dict[str, Any] = {}
+    if run.calibrated_on is not None:
+        recorded = RecordedRun(run.calibrated_on)
+        budget = run.settings.get("gnmr.max_recovered", recorded.starts[-1].max_recovered)
+        result = calibrate(recorded, target=run.arm.target_exceedance, max_recovered=int(budget))
+        found |= {f"gnmr.{key}": value for key, value in result.settings.items()}
+    if run.budget_from is not None:
+        found["gnmr.max_recovered"] = recovered_after_each_step(RecordedRun(run.budget_from))
+    return found
 
 
 def _check_sidecar(run: PlannedRun) -> None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
-import numpy as np
-
-from gnmr_megatron.analysis.experiments.correlation import Correlation
-from gnmr_megatron.analysis.experiments.detection import Detection, detection
+from gnmr_megatron.analysis.experiments.detection import Detection
 from gnmr_megatron.analysis.experiments.matrix import PlannedRun
 from gnmr_megatron.analysis.experiments.suite import Suite
 from gnmr_megatron.analysis.recorded_run import RecordedRun
@@ -21,9 +16,9 @@ from gnmr_megatron.observability.events import FinishEvent, StepEvent
 from gnmr_megatron.observability.spikes import SpikeDetector
 from gnmr_megatron.observability.summary import summarize
 
-# two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom
+# two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom, and of the normal distribution
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-_NORMAL95 = 1.96
+_NORMAL95 = 1.959964
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +44,8 @@ class RunFigures:
         hit_rate: injected faults that a recovery answered; NaN where there were none.
         false_rate: recoveries that no fault explains, of all unit-steps.
         detection_delay: mean steps from a fault to the decision that answers it.
+        burst_hit_rate: faults that raised a unit's gradient norm 3 times or more and were answered in the next step.
+        excess_loss: mean training loss of the 20 steps from each fault above that of the high arm, which has none.
     """
 
     arm: str
@@ -69,13 +66,16 @@ class RunFigures:
     hit_rate: float
     false_rate: float
     detection_delay: float
+    burst_hit_rate: float
+    excess_loss: float
 
 
-def figures_of(run: PlannedRun, *, kept_bytes: float) -> RunFigures:
+def figures_of(run: PlannedRun, found: Detection, *, kept_bytes: float) -> RunFigures:
     """Read a run that is done.
 
     Args:
         run: of the suite.
+        found: how it answered its faults.
         kept_bytes: what its settings keep of a token at most.
     """
     recorded, summary = RecordedRun(run.folder), summarize(run.folder)
@@ -85,7 +85,6 @@ def figures_of(run: PlannedRun, *, kept_bytes: float) -> RunFigures:
     spikes = SpikeDetector()
     has_diverged = finish.reason != "completed" or summary.held_out_loss is None
     allowed = sum(event.max_recovered or 0 for event in steps[:-1])
-    found = detection(recorded) if recorded.starts[0].mode != "disabled" else Detection.nothing()
     return RunFigures(
         arm=run.arm.name,
         seed=run.seed,
@@ -105,6 +104,8 @@ def figures_of(run: PlannedRun, *, kept_bytes: float) -> RunFigures:
         hit_rate=found.hit_rate,
         false_rate=found.false_rate,
         detection_delay=found.delay,
+        burst_hit_rate=found.burst_hit_rate,
+        excess_loss=found.excess_loss,
     )
 
 
@@ -131,10 +132,8 @@ class Interval:
         mean = statistics.fmean(numbers)
         if len(numbers) == 1 or not math.isfinite(mean):
             return cls(mean, math.nan, len(numbers))
-        quantile = _T95[len(numbers) - 2] if len(numbers) - 2 < len(_T95) else _NORMAL95
-        return cls(
-            mean, quantile * statistics.stdev(numbers) / math.sqrt(len(numbers)), len(numbers)
-        )
+        error = statistics.stdev(numbers) / math.sqrt(len(numbers))
+        return cls(mean, _students_t(len(numbers) - 1) * error, len(numbers))
 
     def text(self, digits: int) -> str:
         """`4.53 ± 0.02`; the mean alone where there is one value; `-` without any."""
@@ -143,6 +142,19 @@ class Interval:
         if math.isnan(self.half_width):
             return f"{self.mean:.{digits}f}"
         return f"{self.mean:.{digits}f} ± {self.half_width:.{digits}f}"
+
+
+def _students_t(freedom: int) -> float:
+    """Quantile of 97.5 %; beyond the table by Cornish and Fisher's expansion, right to 1e-4 there."""
+    if freedom <= len(_T95):
+        return _T95[freedom - 1]
+    z = _NORMAL95
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return float(z + sum(term / freedom ** (power + 1) for power, term in enumerate(terms)))
 
 
 @dataclass(frozen=True)
@@ -156,6 +168,7 @@ class ArmFigures:
         values: interval of each figure of `RunFigures` that is a number.
         gap_closed: of the held-out losses, paired by seed; None where there is no gap at this size.
         regret: held-out loss above the oracle's, paired by seed.
+        above_budget: held-out loss above that of the arm whose budget it takes, paired by seed.
         step_time_ratio: of the high arm's, paired by seed.
     """
 
@@ -165,6 +178,7 @@ class ArmFigures:
     values: Mapping[str, Interval]
     gap_closed: Interval | None
     regret: Interval
+    above_budget: Interval
     step_time_ratio: Interval
 
 
@@ -212,6 +226,7 @@ def by_arm(suite: Suite, rows: Sequence[RunFigures]) -> tuple[Gap, list[ArmFigur
     gap = Gap.of(low, high)
     times = {row.seed: row.step_seconds for row in rows if row.arm == suite.high}
     oracle = losses(suite.oracle)
+    budgets = {name: losses(arm.budget_of) for name, arm in suite.arms.items()}
     numbers = [f.name for f in fields(RunFigures) if f.name not in ("arm", "seed", "finished")]
     found = []
     for name in suite.arms:
@@ -239,118 +254,14 @@ def by_arm(suite: Suite, rows: Sequence[RunFigures]) -> tuple[Gap, list[ArmFigur
                 regret=Interval.of(
                     row.held_out_loss - oracle[row.seed] for row in own if row.seed in oracle
                 ),
+                above_budget=Interval.of(
+                    row.held_out_loss - budgets[name][row.seed]
+                    for row in own
+                    if row.seed in budgets[name]
+                ),
                 step_time_ratio=Interval.of(
                     row.step_seconds / times[row.seed] for row in own if row.seed in times
                 ),
             )
         )
     return gap, found
-
-
-def as_csv(rows: Sequence[RunFigures]) -> str:
-    """One line a run."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [f.name for f in fields(RunFigures)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
-    return text.getvalue()
-
-
-_COLUMNS = (
-    ("held-out loss", "held_out_loss", 3),
-    ("spikes", "spikes", 1),
-    ("recovered unit-steps", "recovered_unit_steps", 0),
-    ("budget used", "budget_used", 2),
-    ("exceedance %", "exceedance_rate", 2),
-    ("switches / 1,000 steps", "switches", 0),
-    ("kept bytes a token", "kept_bytes", 0),
-)
-_FAULT_COLUMNS = (
-    ("hit rate", "hit_rate", 2),
-    ("false %", "false_rate", 2),
-    ("delay", "detection_delay", 1),
-)
-
-
-def as_markdown(suite: Suite, gap: Gap, arms: Sequence[ArmFigures]) -> str:
-    """A table with means and 95 % intervals, and what to make of it."""
-    has_faults = any(not math.isnan(arm.values["hit_rate"].mean) for arm in arms)
-    columns = [*_COLUMNS, *(_FAULT_COLUMNS if has_faults else ())]
-    heads = [
-        "arm",
-        "runs",
-        *(head for head, _, _ in columns),
-        "gap closed",
-        "above oracle",
-        "step time",
-    ]
-    lines = [f"# {suite.name}", "", suite.question, "", gap.words(suite), ""]
-    lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for arm in arms:
-        runs = f"{arm.runs}" + (f" ({arm.diverged} diverged)" if arm.diverged else "")
-        cells = [arm.arm, runs]
-        for _, key, digits in columns:
-            scale = 100.0 if key in ("exceedance_rate", "false_rate") else 1.0
-            value = arm.values[key]
-            cells.append(
-                Interval(scale * value.mean, scale * value.half_width, value.count).text(digits)
-            )
-        cells.append("no gap" if arm.gap_closed is None else arm.gap_closed.text(2))
-        cells += [arm.regret.text(3), arm.step_time_ratio.text(2)]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "Means and 95 % intervals over seeds (Student's t). Step times are of runs that shared a machine: ratios of "
-        f"medians to {suite.high}, and no more than a hint. Gap closed = (low - arm) / (low - high) of held-out "
-        "losses; above oracle: held-out loss above that of the oracle at the same budget.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def ranking_as_markdown(
-    ranking: Mapping[str, Mapping[str, tuple[Correlation, Correlation]]],
-) -> str:
-    """How scores rank units against their measured recovery gaps, for each run that measured any; else empty."""
-    if not ranking:
-        return ""
-    lines = [
-        "## Do scores find the units that recovery helps most?",
-        "",
-        "Spearman's rank correlation, over units, of each score with the measured recovery gap (the error of the "
-        "gradient that recovering the unit removes on the batch): mean over measurements and 95 % interval of a block "
-        "bootstrap. A decision takes effect in the step after.",
-        "",
-        "| run | score | gap of the same step | gap of the step after | measurements |",
-        "|---|---|---|---|---|",
-    ]
-    for run, scores in ranking.items():
-        for name, (same, after) in scores.items():
-            lines.append(f"| {run} | {name} | {same.text()} | {after.text()} | {same.count} |")
-    return "\n".join([*lines, ""])
-
-
-def as_json(suite: Suite, gap: Gap, arms: Sequence[ArmFigures]) -> dict[str, object]:
-    """Plain values: the gap, means by arm, and on top how the suite's subject answered injected faults."""
-
-    def number(value: float) -> float | None:
-        return value if np.isfinite(value) else None
-
-    keys = ("hit_rate", "false_rate", "detection_delay")
-    subject = next((arm for arm in arms if arm.arm == suite.subject), None)
-    return {
-        **({key: number(subject.values[key].mean) for key in keys} if subject else {}),
-        "gap": number(gap.difference.mean),
-        "gap_exists": gap.exists,
-        "arms": {
-            arm.arm: {
-                **{key: number(value.mean) for key, value in arm.values.items()},
-                "runs": arm.runs,
-                "diverged": arm.diverged,
-                "gap_closed": None if arm.gap_closed is None else number(arm.gap_closed.mean),
-                "regret": number(arm.regret.mean),
-                "step_time_ratio": number(arm.step_time_ratio.mean),
-            }
-            for arm in arms
-        },
-    }

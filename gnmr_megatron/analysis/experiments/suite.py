@@ -24,11 +24,15 @@ class Arm:
         settings: dotted keys of a run.
         budget_of: arm whose recovered units of each step are this one's budget; for controls that are to recover as
             much as it does.
+        calibrated_on: arm on whose run, that of the seed after, alpha, beta, delta, lock and warm-up are calibrated.
+        target_exceedance: rate of unit-steps over a threshold that calibration is to find.
     """
 
     name: str
     settings: Mapping[str, Any]
     budget_of: str | None = None
+    calibrated_on: str | None = None
+    target_exceedance: float = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +114,8 @@ class Suite:
         for arm in self.arms.values():
             if arm.budget_of is not None:
                 named[f"arms.{arm.name}.budget_of"] = arm.budget_of
+            if arm.calibrated_on is not None:
+                named[f"arms.{arm.name}.calibrated_on"] = arm.calibrated_on
         for size_name, size in self.sizes.items():
             named.update(
                 {f"sizes.{size_name}.arms[{index}]": arm for index, arm in enumerate(size.arms)}
@@ -123,6 +129,10 @@ class Suite:
             if arm.budget_of is not None and self.arms[arm.budget_of].budget_of is not None:
                 raise ConfigError(
                     f"{path}: arms.{arm.name}.budget_of: {arm.budget_of} takes its budget from another arm itself"
+                )
+            if arm.calibrated_on is not None and self.arms[arm.calibrated_on].calibrated_on:
+                raise ConfigError(
+                    f"{path}: arms.{arm.name}.calibrated_on: {arm.calibrated_on} is calibrated itself"
                 )
 
     def size(self, name: str) -> Size:

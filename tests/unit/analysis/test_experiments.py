@@ -11,20 +11,14 @@ import yaml
 from gnmr_megatron.analysis.experiments.correlation import Correlation, correlations, spearman
 from gnmr_megatron.analysis.experiments.detection import detection, injected_faults
 from gnmr_megatron.analysis.experiments.matrix import plan
-from gnmr_megatron.analysis.experiments.results import (
-    Gap,
-    Interval,
-    RunFigures,
-    as_json,
-    as_markdown,
-    by_arm,
-)
+from gnmr_megatron.analysis.experiments.results import Gap, Interval, RunFigures, by_arm
 from gnmr_megatron.analysis.experiments.suite import Suite, find_suite
+from gnmr_megatron.analysis.experiments.tables import as_json, as_markdown
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.control.units import Unit, UnitTable
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.observability.event_log import EventLog
-from gnmr_megatron.observability.events import FaultEvent, RecoveryGapEvent, StartEvent
+from gnmr_megatron.observability.events import FaultEvent, RecoveryGapEvent, StartEvent, StepEvent
 from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter
 from tests.conftest import ROOT
 
@@ -103,6 +97,11 @@ def test_an_interval_is_students():
     assert interval.text(1) == "2.0 ± 2.5"
     assert Interval.of([5.0]).text(2) == "5.00"
     assert Interval.of([]).text(2) == "-"
+    # t(0.975; 15) = 2.1314, t(0.975; 30) = 2.0423 (tables); 16 values of +-1 deviate by sqrt(16 / 15)
+    sixteen = Interval.of([1.0, -1.0] * 8)
+    assert sixteen.half_width == pytest.approx(2.1314 * math.sqrt(16 / 15) / 4, rel=1e-4)
+    thirty_one = Interval.of([0.0] + [1.0, -1.0] * 15)
+    assert thirty_one.half_width == pytest.approx(2.0423 / math.sqrt(31), rel=1e-4)
 
 
 def row(arm, seed, loss, **changes):
@@ -120,6 +119,9 @@ def test_the_gap_is_paired_by_seed_and_what_an_arm_closes_of_it(tmp_path):
     copy = next(arm for arm in arms if arm.arm == "copy")
     assert copy.gap_closed.mean == pytest.approx(0.5)
     assert copy.regret.mean == pytest.approx((0.5 + 0.45) / 2)
+    assert copy.above_budget.mean == pytest.approx((-0.5 - 0.45) / 2)  # its budget is `low`'s
+    # t(0.975; 1) = 12.706; the two differences are 0.05 apart
+    assert copy.above_budget.half_width == pytest.approx(12.706 * 0.025, rel=1e-4)
     assert copy.step_time_ratio.mean == pytest.approx(1.25)
 
 
@@ -151,7 +153,15 @@ def test_no_share_of_a_gap_is_told_where_there_is_none(tmp_path):
 IDS = [f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(3)]
 
 
-def record(folder: Path, selected, faults):
+def step_event(step, loss):
+    return StepEvent(
+        step=step, loss=loss, grad_norm=1.0, learning_rate=1e-3, tokens=step, tokens_per_second=1.0,
+        step_seconds=1.0, control_seconds=0.0, recovered=[], updated=True, over_threshold=0,
+        riskiest_unit=None, riskiest_score=0.0,
+    )  # fmt: skip
+
+
+def record(folder: Path, selected, faults, losses=None):
     """A run whose decisions and injected faults are given."""
     units = UnitTable(Unit(layer, 0, name, (4, 4)) for layer, name in enumerate(IDS))
     log, matrix = EventLog(folder), RiskMatrixWriter(folder, units)
@@ -163,6 +173,8 @@ def record(folder: Path, selected, faults):
     )  # fmt: skip
     none = np.zeros(0, dtype=np.int64)
     for step in range(1, 21):
+        if losses is not None:
+            log.append(step_event(step, losses[step]))
         for kind, units_of in (item for at, item in faults if at == step):
             log.append(
                 FaultEvent(
@@ -192,7 +204,7 @@ def test_a_fault_is_answered_by_a_decision_on_one_of_its_units(tmp_path):
     told = [(fault.kind, fault.first, fault.last) for fault in injected_faults(run)]
     assert sorted(told) == [("scale_gradient", 5, 5), ("stale_scale", 15, 16)]
     found = detection(run)
-    assert (found.faults, found.hits, found.delays) == (2, 1, (2,))
+    assert [answer.delay for answer in found.answers] == [2, None]
     assert found.hit_rate == 0.5
     assert found.false_rate == 2 / 60  # steps 3 and 16
 
@@ -200,6 +212,46 @@ def test_a_fault_is_answered_by_a_decision_on_one_of_its_units(tmp_path):
 def test_a_fault_of_the_whole_batch_is_answered_by_any_unit(tmp_path):
     found = detection(record(tmp_path, {10: [2]}, [(10, ("bad_batch", []))]))
     assert (found.hit_rate, found.delay, found.false_rate) == (1.0, 0.0, 0.0)
+
+
+def test_a_burst_is_a_fault_that_raises_a_norm_threefold_and_is_to_be_answered_at_once(tmp_path):
+    run = record(
+        tmp_path,
+        {5: [0], 12: [1], 18: [2]},
+        [(5, ("scale_gradient", [IDS[0]])), (11, ("scale_gradient", [IDS[1]])),
+         (17, ("scale_gradient", [IDS[2]]))],
+    )  # fmt: skip
+    run.matrix.norms[4, 0] = 3.5  # answered in the same step
+    run.matrix.norms[10, 1] = 3.0  # a step late
+    run.matrix.norms[16, 2] = 2.9  # late, too, but no burst
+    found = detection(run)
+    assert [answer.raised for answer in found.answers] == pytest.approx([3.5, 3.0, 2.9])
+    assert found.burst_hit_rate == 0.5
+    assert found.hit_rate == 1.0
+
+
+def test_the_loss_after_a_fault_is_that_above_the_run_without_any(tmp_path):
+    losses = {step: 5.0 - step / 10 for step in range(1, 21)}
+    (tmp_path / "calm").mkdir()
+    (tmp_path / "run").mkdir()
+    calm = record(tmp_path / "calm", {}, [], losses=losses)
+    harmed = {step: loss + (0.5 if step in (10, 11) else 0.0) for step, loss in losses.items()}
+    run = record(tmp_path / "run", {}, [(10, ("bad_batch", []))], losses=harmed)
+    # steps 10 to 20 are left of the 20 after the fault
+    assert detection(run, calm).excess_loss == pytest.approx(2 * 0.5 / 11)
+    assert math.isnan(detection(run).excess_loss)
+
+
+def test_thresholds_come_from_another_seed_and_its_run_first(tmp_path):
+    trial = suite(
+        tmp_path, arms={**SUITE["arms"], "tuned": {"settings": {}, "calibrated_on": "low"}}
+    )
+    runs = {run.folder.name: run for run in plan(trial, trial.size("small"), tmp_path / "out", {})}
+    assert [item.name for item in runs["tuned-s1"].needs] == ["low-s2"]
+    assert [item.name for item in runs["tuned-s2"].needs] == ["low-s1"]
+    assert [item.name for item in runs["copy-s2"].needs] == ["low-s2"]
+    with pytest.raises(ConfigError, match=r"arms.tuned.calibrated_on: tuned is calibrated itself"):
+        suite(tmp_path, arms={**SUITE["arms"], "tuned": {"settings": {}, "calibrated_on": "tuned"}})
 
 
 def test_spearman_is_pearson_of_ranks_with_mean_ranks_for_ties():
