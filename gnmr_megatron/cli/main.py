@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from gnmr_megatron import __version__
+from gnmr_megatron.distributed.engine_import import import_engine_leanly
 from gnmr_megatron.errors import ConfigError, DataError, GnmrError
 
 # verb: (module with run(arguments) -> exit code, what it does)
@@ -90,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_ERROR
     # what the engine warns of (old torch names, no apex) is handled; its lines would bury ours on every rank
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    import_engine_leanly()
     try:
         return int(importlib.import_module(VERBS[verb][0]).run(arguments[1:]))
     except GnmrError as error:

@@ -22,10 +22,14 @@ def use_fused_kernels(*, enabled: bool, device: torch.device) -> bool:
     It stays off where there is no compiler: C++ for CPUs, Triton for GPUs.
     """
     _settings["is_enabled"] = enabled and has_compiler(device)
-    # Triton's own division is approximate, and eager's is not
-    torch._inductor.config.eager_numerics.division_rounding = True
-    # a kernel for each format, block and layout that is used
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_KERNELS)
+    if _settings["is_enabled"]:  # the compiler takes seconds to import
+        import torch._inductor.config
+
+        # Triton's own division is approximate, and eager's is not
+        torch._inductor.config.eager_numerics.division_rounding = True
+        # a kernel for each format, block and layout that is used
+        limit = max(torch._dynamo.config.recompile_limit, _MOST_KERNELS)
+        torch._dynamo.config.recompile_limit = limit
     return _settings["is_enabled"]
 
 
@@ -40,7 +44,10 @@ def fused(function: F) -> F:
     Args:
         function: takes matrices first, then arguments that are compiled in.
     """
-    compiled = torch.compile(function)
+
+    @functools.cache  # torch.compile imports the compiler, which most processes never use
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(function)
 
     @functools.wraps(function)
     def run(matrices: Sequence[Tensor | None], *constants: Any) -> Any:
@@ -53,7 +60,7 @@ def fused(function: F) -> F:
         for matrix in plain:
             if matrix is not None:
                 torch._dynamo.mark_dynamic(matrix, 0)
-        return compiled(plain, *constants)
+        return compiled()(plain, *constants)
 
     return cast(F, run)
 

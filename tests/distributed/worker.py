@@ -9,11 +9,13 @@ import sys
 import warnings
 from pathlib import Path
 
+from gnmr_megatron.distributed.engine_import import import_engine_leanly
 from gnmr_megatron.training.config_files import parse_run, run_parser
 
 
 def main(cases_file):
     warnings.filterwarnings("ignore")
+    import_engine_leanly()
     from megatron.core import parallel_state
 
     from gnmr_megatron.training.setup import set_up
