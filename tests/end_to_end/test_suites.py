@@ -1,4 +1,4 @@
-"""Every suite of the clone at its smallest size, from where a newcomer stands: data/stdlib is there and nothing else."""
+"""Every suite of the clone at its smallest size, as a newcomer takes it: `data/stdlib` is there and nothing else."""
 
 import csv
 import json
