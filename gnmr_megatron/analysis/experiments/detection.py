@@ -75,7 +75,7 @@ class Detection:
     Attributes:
         answers: one for each fault that a decision could answer.
         false_recoveries: unit-steps that were selected anew (not in the set before) although no fault of the last
-            `WINDOW` steps explains it.
+            `WINDOW` steps explains it: none concerned the unit or raised its norm, too, by `BURST`.
         unit_steps: of the run; 0 without control.
     """
 
@@ -151,25 +151,29 @@ def detection(run: RecordedRun, undisturbed: RecordedRun | None = None) -> Detec
         columns = [column[unit] for unit in fault.units if unit in column] or list(column.values())
         rows = [row[s] for s in range(fault.first, fault.first + WINDOW) if s in row]
         delay = next((i for i, r in enumerate(rows) if selected[r, columns].any()), None)
-        raised = _raised(norms[:, columns], rows[0]) if rows else math.nan
+        touched = [row[s] for s in range(fault.first, fault.last + WINDOW) if s in row]
+        ratios = _over_before(norms, touched)
+        raised = _largest(ratios[:1, columns])
         answers.append(Answer(fault, delay, raised, _excess(fault, losses, others)))
-        explained[np.ix_([row[s] for s in _touched(fault) if s in row], columns)] = True
+        explained[np.ix_(touched, columns)] = True
+        explained[np.ix_(touched, np.flatnonzero((ratios >= BURST).any(axis=0)))] = True
     begun = selected.copy()
     begun[1:] &= ~selected[:-1]
     return Detection(tuple(answers), int((begun & ~explained).sum()), selected.size)
 
 
-def _touched(fault: InjectedFault) -> range:
-    return range(fault.first, fault.last + WINDOW)
-
-
-def _raised(norms: FloatArray, at: int) -> float:
-    before = norms[max(at - WINDOW, 0) : at]
+def _over_before(norms: FloatArray, rows: list[int]) -> FloatArray:
+    """Norms of rows over the means of the `WINDOW` rows before them; NaN where there are none."""
+    before = norms[max(rows[0] - WINDOW, 0) : rows[0]] if rows else norms[:0]
     if not before.size:
-        return math.nan
+        return np.full((len(rows), norms.shape[1]), math.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = norms[at] / before.mean(axis=0)
-    return float(np.max(ratios, initial=-math.inf, where=~np.isnan(ratios)))
+        return norms[rows] / before.mean(axis=0)
+
+
+def _largest(ratios: FloatArray) -> float:
+    known = ratios[~np.isnan(ratios)]
+    return float(known.max()) if known.size else math.nan
 
 
 def _losses(run: RecordedRun) -> dict[int, float]:

@@ -257,6 +257,17 @@ def test_a_burst_is_a_fault_that_raises_a_norm_threefold_and_is_to_be_answered_a
     assert found.hit_rate == 1.0
 
 
+def test_a_unit_whose_norm_a_fault_raised_too_is_no_false_recovery(tmp_path):
+    # the fault of step 5 is unit 0's; unit 1 follows it threefold, unit 2 not quite; 13 is after its window
+    run = record(
+        tmp_path, {6: [0, 1, 2], 13: [1]}, [(5, ("scale_gradient", [IDS[0]]))]
+    )  # fmt: skip
+    run.matrix.norms[4:6, 0] = 9.0
+    run.matrix.norms[5, 1] = 3.0
+    run.matrix.norms[5, 2] = 2.9
+    assert detection(run).false_rate == 2 / 60
+
+
 def test_the_loss_after_a_fault_is_that_above_the_run_without_any(tmp_path):
     losses = {step: 5.0 - step / 10 for step in range(1, 21)}
     (tmp_path / "calm").mkdir()
