@@ -155,8 +155,9 @@ def detection(run: RecordedRun, undisturbed: RecordedRun | None = None) -> Detec
         ratios = _over_before(norms, touched)
         raised = _largest(ratios[:1, columns])
         answers.append(Answer(fault, delay, raised, _excess(fault, losses, others)))
-        explained[np.ix_(touched, columns)] = True
-        explained[np.ix_(touched, np.flatnonzero((ratios >= BURST).any(axis=0)))] = True
+        explained[touched] |= (ratios >= BURST).any(axis=0)
+        for at in touched:
+            explained[at, columns] = True
     begun = selected.copy()
     begun[1:] &= ~selected[:-1]
     return Detection(tuple(answers), int((begun & ~explained).sum()), selected.size)
@@ -168,7 +169,8 @@ def _over_before(norms: FloatArray, rows: list[int]) -> FloatArray:
     if not before.size:
         return np.full((len(rows), norms.shape[1]), math.nan)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return norms[rows] / before.mean(axis=0)
+        ratios: FloatArray = norms[rows] / before.mean(axis=0)
+    return ratios
 
 
 def _largest(ratios: FloatArray) -> float:
