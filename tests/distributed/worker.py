@@ -9,22 +9,8 @@ import sys
 import warnings
 from pathlib import Path
 
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
-
 from gnmr_megatron.distributed.engine_import import import_engine_leanly
 from gnmr_megatron.training.config_files import parse_run, run_parser
-
-
-def destroy_groups(parallel_state):
-    """End the groups of a case; the world stays, because a second one cannot be joined.
-
-    The engine only forgets them, and a thread of each wakes up a hundred times a second.
-    """
-    groups = {value for value in vars(parallel_state).values() if isinstance(value, ProcessGroup)}
-    for group in groups - {dist.group.WORLD}:
-        dist.destroy_process_group(group)
-    parallel_state.destroy_model_parallel()
 
 
 def main(cases_file):
@@ -45,7 +31,7 @@ def main(cases_file):
         else:
             trainer.train()
         trainer.recorder.close()
-        destroy_groups(parallel_state)
+        parallel_state.destroy_model_parallel()  # the world stays: a second one cannot be joined
 
 
 if __name__ == "__main__":

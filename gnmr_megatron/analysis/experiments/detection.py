@@ -149,9 +149,9 @@ def detection(run: RecordedRun, undisturbed: RecordedRun | None = None) -> Detec
     answers = []
     for fault in faults:
         columns = [column[unit] for unit in fault.units if unit in column] or list(column.values())
-        rows = [row[s] for s in range(fault.first, fault.first + WINDOW) if s in row]
-        delay = next((i for i, r in enumerate(rows) if selected[r, columns].any()), None)
         touched = [row[s] for s in range(fault.first, fault.last + WINDOW) if s in row]
+        answering = enumerate(touched[:WINDOW])
+        delay = next((i for i, at in answering if selected[at, columns].any()), None)
         ratios = _over_before(norms, touched)
         raised = _largest(ratios[:1, columns])
         answers.append(Answer(fault, delay, raised, _excess(fault, losses, others)))

@@ -259,9 +259,7 @@ def test_a_burst_is_a_fault_that_raises_a_norm_threefold_and_is_to_be_answered_a
 
 def test_a_unit_whose_norm_a_fault_raised_too_is_no_false_recovery(tmp_path):
     # the fault of step 5 is unit 0's; unit 1 follows it threefold, unit 2 not quite; 13 is after its window
-    run = record(
-        tmp_path, {6: [0, 1, 2], 13: [1]}, [(5, ("scale_gradient", [IDS[0]]))]
-    )  # fmt: skip
+    run = record(tmp_path, {6: [0, 1, 2], 13: [1]}, [(5, ("scale_gradient", [IDS[0]]))])
     run.matrix.norms[4:6, 0] = 9.0
     run.matrix.norms[5, 1] = 3.0
     run.matrix.norms[5, 2] = 2.9
