@@ -35,8 +35,11 @@ from gnmr_megatron.analysis.experiments.tables import (
 )
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.analysis.report import write_report
+from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.observability.append_file import replace_file
+from gnmr_megatron.training.config import validate
+from gnmr_megatron.training.config_files import parse_run, run_parser
 
 SUITES = Path("configs/experiments")
 
@@ -94,6 +97,7 @@ def run(arguments: Sequence[str]) -> int:
         _tell_commands(dataset_commands(suite, output), [*preparation, *runs])
         return 0
     prepare_datasets(suite, output)
+    _check([*preparation, *runs])
     failures = _take([*preparation, *runs], at_once=max(1, options.jobs))
     done = [planned for planned in runs if planned.is_done]
     undisturbed = {
@@ -143,15 +147,36 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if failures else 0
 
 
+def _check(runs: Sequence[PlannedRun]) -> None:
+    """Check the settings of each arm before the first run starts; those that follow from other runs are not known yet.
+
+    Raises:
+        ConfigError: which arm has settings that are wrong or do not fit each other.
+    """
+    parser = run_parser("gnmr-megatron experiment", description="", epilog="")
+    for name, planned in {planned.arm.name: planned for planned in runs}.items():
+        try:
+            config, _ = parse_run(parser, ["--config", str(planned.base), *_options(planned)])
+            data = describe_datasets(config.data)
+            world_size = config.parallel.default_world_size
+            validate(config, world_size=world_size, vocab_size=data.vocab_size)
+        except ConfigError as error:
+            problems = str(error).splitlines()
+            raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems)) from error
+
+
+def _options(planned: PlannedRun) -> list[str]:
+    return [f"--{key}={_plain(value)}" for key, value in planned.placed_settings.items()]
+
+
 def _tell_commands(datasets: Sequence[Sequence[str]], runs: Sequence[PlannedRun]) -> None:
     """What would be typed to take the runs by hand, in order."""
     for command in datasets:
         print(shlex.join(["gnmr-megatron", *command]))
     for planned in runs:
-        values = [f"--{key}={_plain(value)}" for key, value in planned.placed_settings.items()]
         print(
             shlex.join(["gnmr-megatron", "train", "--config", str(planned.base), "--name", planned.folder.name,
-                        "--runs_dir", str(planned.folder.parent), *values])
+                        "--runs_dir", str(planned.folder.parent), *_options(planned)])
         )  # fmt: skip
 
 

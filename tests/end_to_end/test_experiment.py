@@ -107,12 +107,32 @@ def test_a_run_that_fails_is_told_with_its_message_and_others_go_on(taken, tmp_p
     folder, _ = taken
     result = run_cli(
         "experiment", folder / "trial.yaml", "--output", tmp_path, "--jobs", 2,
-        "--set", "train.steps=3", "--set", "gnmr.alpha=-1",
+        "--set", "train.steps=3", "--set", "init_from=missing",
     )  # fmt: skip
     assert result.returncode == 1
-    assert "gnmr.alpha: -1.0 must be positive and finite" in result.stderr
+    assert "init_from: missing" in result.stderr
     assert "random-s3: needs int2-s3" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"gnmr.alpha": -1}, "int2: gnmr.alpha: -1.0 must be positive and finite"),
+        ({"gnmr.lock_step": 2}, "did you mean `gnmr.lock_steps`?"),
+        ({"train.eval_samples": 7}, "int2: train.eval_samples: 7 is not divisible by"),
+    ],
+)
+def test_settings_of_all_arms_are_checked_before_the_first_run(taken, tmp_path, change, told):
+    suite = yaml.safe_load((taken[0] / "trial.yaml").read_text())
+    suite["arms"]["int2"]["settings"] |= change
+    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(suite))
+    (tmp_path / "base.yaml").write_text("name: base\n")
+    result = experiment(tmp_path)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert told in line
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +202,12 @@ def test_what_is_prepared_is_not_prepared_again(prepared):
 
 def test_where_the_preparation_fails_nothing_else_starts(prepared, tmp_path):
     suite = yaml.safe_load((prepared[0] / "trial.yaml").read_text())
-    suite["datasets"] = {}
-    suite["preparation"]["start"]["gnmr.alpha"] = -1
+    suite["preparation"]["start"]["init_from"] = "missing"
     (tmp_path / "trial.yaml").write_text(yaml.safe_dump(suite))
     (tmp_path / "base.yaml").write_text("name: base\n")
     result = experiment(tmp_path)
     assert result.returncode == 1
-    assert "gnmr.alpha: -1.0 must be positive and finite" in result.stderr
+    assert "init_from: missing" in result.stderr
     assert "int8-s3: needs start" in result.stderr
     assert "Traceback" not in result.stderr
     assert not (tmp_path / "out/int8-s3").exists()
