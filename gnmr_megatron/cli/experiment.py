@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +34,7 @@ from gnmr_megatron.analysis.experiments.tables import (
 )
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.analysis.report import write_report
+from gnmr_megatron.cli.units import UnitsTable
 from gnmr_megatron.data.manifest import describe_datasets
 from gnmr_megatron.errors import ConfigError
 from gnmr_megatron.observability.append_file import replace_file
@@ -225,22 +225,10 @@ def _take(runs: Sequence[PlannedRun], *, at_once: int) -> list[str]:
 
 def _kept_bytes(planned: PlannedRun) -> float:
     """What the run keeps of a token for its weight gradients at most, as `gnmr-megatron units` has it."""
-    result = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "gnmr_megatron",
-            "units",
-            str(planned.folder / "config.yaml"),
-            "--json",
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if result.returncode != 0:
-        return float("nan")
-    return float(json.loads(result.stdout)["totals"]["most_bytes"])
+    parser = run_parser("gnmr-megatron experiment", description="", epilog="")
+    config, _ = parse_run(parser, ["--config", str(planned.folder / "config.yaml")])
+    table = UnitsTable(config.unit_plans(), config)
+    return float(table.as_dict()["totals"]["most_bytes"])
 
 
 def _write(output: Path, rows: Sequence[RunFigures], table: str) -> None:
