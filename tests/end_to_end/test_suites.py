@@ -48,7 +48,10 @@ def test_the_smoke_size_of_a_suite_runs_to_its_report(clone, suite):
 def test_injected_faults_are_answered(clone):
     arms = run_cli("experiment", "transient_faults", "--smoke", "--json", cwd=clone, timeout=800)
     told = json.loads(arms.stdout.splitlines()[-1])  # its runs are there already
-    assert told["hit_rate"] >= 0.8
-    # norms of so small batches are noise; chance recovers 2 of 16 units
-    assert told["arms"]["bursts"]["burst_hit_rate"] >= 0.75
+    assert told["hit_rate"] >= 0.8  # of all bursts, and of those that raised a norm threefold
+    assert told["burst_hit_rate"] >= 0.85  # chance recovers 2 of 16 units
     assert told["detection_delay"] <= 1
+    assert told["false_rate"] <= 0.004
+    # the burst, the bad batch and the gradient that underflows; a spike of the learning rate may raise no norm, and a
+    # scale that saturates does not
+    assert told["arms"]["two_sided"]["hit_rate"] >= 0.6
