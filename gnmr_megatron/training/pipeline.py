@@ -92,6 +92,8 @@ class PipelinedModel:
         """Forget the gradients of the last step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # DDP's
+            # the engine's FP32 optimizer leaves them as aliases of the buffers, which backward would add to twice
+            chunk.zero_grad(set_to_none=True)
 
     def forward_backward(
         self, batches: Sequence[Batch], status: RankStatus = NOTHING_TO_TELL

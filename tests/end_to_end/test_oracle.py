@@ -85,6 +85,17 @@ def test_measuring_leaves_no_trace_in_training(dataset, measured, tmp_path):
     assert [event.step for event in of(measured, RecoveryGapEvent)] == [1, 5, 9]
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_units_whose_paths_are_the_same_have_no_gap_in_any_step(dataset, tmp_path, dtype):
+    same = {"precision.low": dtype, "precision.recovery": dtype, "model.dtype": dtype}
+    run = taken(dataset, tmp_path, **same, **{"train.oracle_interval": 1, "gnmr.mode": "monitor"})
+    steps, gaps = of(run, StepEvent), of(run, RecoveryGapEvent)
+    assert len(steps) == len(gaps) == 9
+    assert [gap.error for gap in gaps] == [0.0] * 9
+    squares = [step.grad_norm**2 for step in steps]
+    np.testing.assert_allclose([gap.reference for gap in gaps], squares, rtol=1e-5)
+
+
 def test_ranks_that_share_the_units_measure_the_same(dataset, measured, tmp_path):
     split = taken(dataset, tmp_path, **TP2, **{"train.oracle_interval": 4})
     for ours, theirs in zip(
