@@ -224,9 +224,12 @@ def _take(runs: Sequence[PlannedRun], *, at_once: int) -> list[str]:
 
 
 def _kept_bytes(planned: PlannedRun) -> float:
-    """What the run keeps of a token for its weight gradients at most, as `gnmr-megatron units` has it."""
+    """What the run keeps of a token for its weight gradients at most, as `gnmr-megatron units` has it; else NaN."""
     parser = run_parser("gnmr-megatron experiment", description="", epilog="")
-    config, _ = parse_run(parser, ["--config", str(planned.folder / "config.yaml")])
+    try:
+        config, _ = parse_run(parser, ["--config", str(planned.folder / "config.yaml")])
+    except ConfigError:  # a run of another version: its other figures are still known
+        return float("nan")
     table = UnitsTable(config.unit_plans(), config)
     return float(table.as_dict()["totals"]["most_bytes"])
 
