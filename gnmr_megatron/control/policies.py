@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gnmr_megatron.control.config import ControlConfig
-from gnmr_megatron.control.schedules import value_at
+from gnmr_megatron.control.schedules import sum_before
 from gnmr_megatron.control.statistics import FloatArray
 from gnmr_megatron.control.units import UnitTable
 
@@ -154,6 +154,9 @@ class EmaRatioPolicy(GnmrPolicy):
     Source: the clipping rule of AdaGC (arXiv 2502.11034), used here as a trigger.
     """
 
+    LEAST_CLIP = 1.05
+    """AdaGC's own ratio. An alpha below it triggers often, but as a clip it would keep the average from following."""
+
     def __init__(self, num_units: int, *, decay: float) -> None:
         super().__init__()
         self._decay = decay
@@ -165,9 +168,10 @@ class EmaRatioPolicy(GnmrPolicy):
         return np.where(np.isfinite(seen.norms), ratio, np.inf) / seen.alpha
 
     def fold(self, seen: Observation) -> None:
-        """Move the average towards the norm, clipped at alpha times the average."""
+        """Move the average towards the norm, clipped at alpha (at least 1.05) times the average."""
         fresh = ~(self._ema > 0)  # from 0, where LoRA starts, clipping would never let it rise
-        clipped = np.where(fresh, seen.norms, np.minimum(seen.norms, seen.alpha * self._ema))
+        limit = max(seen.alpha, self.LEAST_CLIP) * self._ema
+        clipped = np.where(fresh, seen.norms, np.minimum(seen.norms, limit))
         moved = np.where(fresh, clipped, self._decay * self._ema + (1 - self._decay) * clipped)
         self._ema = np.where(np.isfinite(seen.norms), moved, self._ema)
 
@@ -240,12 +244,14 @@ def build_policy(
         return 2.0 + np.random.default_rng([config.seed, step]).random(size)
 
     def round_robin(step: int) -> FloatArray:
-        budget = int(value_at(config.max_recovered, step))
-        turn = (np.arange(size, dtype=np.float64) - step * budget) % max(size, 1)
+        first = sum_before(config.max_recovered, step)
+        turn = (np.arange(size, dtype=np.float64) - first) % max(size, 1)
         return 2.0 + size - turn
 
     edge = np.minimum(layers, last - layers)
-    edges = np.where(edge < config.edge_layers, 2.0 + last - edge, 0.0)
+    # a small budget goes to both ends alike: the first units of both layers before their second ones
+    place = np.array([np.sum(layers[:index] == layer) for index, layer in enumerate(layers)])
+    edges = np.where(edge < config.edge_layers, 2.0 + last - edge - place / max(size, 1), 0.0)
     policies: dict[str, Callable[[], Policy]] = {
         "gnmr": lambda: GnmrPolicy(config.collapse_ratio),
         "static_low": lambda: FixedPolicy(lambda _: np.zeros(size)),

@@ -139,12 +139,12 @@ class ReferenceController:
 
 
 def ema_ratio_score(past, norm, *, alpha, decay):
-    """AdaGC's rule as a trigger: norm over a moving average of norms clipped at alpha times that average."""
+    """AdaGC's rule as a trigger: norm over a moving average of norms clipped at max(alpha, 1.05) times that average."""
     if not math.isfinite(norm):
         return math.inf
     average = 0.0
     for earlier in past:
-        clipped = min(earlier, alpha * average)
+        clipped = min(earlier, max(alpha, 1.05) * average)
         average = decay * average + (1 - decay) * clipped if average > 0 else earlier
     return (norm / average if average > 0 else 1.0) / alpha
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from gnmr_megatron.control.config import ControlConfig
 from gnmr_megatron.control.controller import Controller
 from gnmr_megatron.control.policies import build_policy
+from gnmr_megatron.control.schedules import sum_before, value_at
 from tests.unit.control.strategies import POLICIES, SETTINGS, TRACES, make, run, units
 
 
@@ -40,13 +41,13 @@ def test_static_high_recovers_everything_from_the_first_step_whatever_the_budget
 
 
 def test_the_first_and_last_layers_are_recovered_within_the_budget():
-    assert sets(controller("first_last_k", max_recovered=8)) == [[0, 1, 2, 3, 8, 9, 10, 11]] * 7
-    assert sets(controller("first_last_k", max_recovered=3)) == [[0, 1, 2]] * 7
+    assert sets(controller("first_last_k", max_recovered=8)) == [[0, 8, 1, 9, 2, 10, 3, 11]] * 7
+    assert sets(controller("first_last_k", max_recovered=3)) == [[0, 8, 1]] * 7
 
 
 def test_outer_layers_come_before_inner_ones():
     control = controller("first_last_k", count=20, edge_layers=2, max_recovered=10)
-    assert control.recovery_set.tolist() == [0, 1, 2, 3, 16, 17, 18, 19, 4, 5]
+    assert control.recovery_set.tolist() == [0, 16, 1, 17, 2, 18, 3, 19, 4, 12]
 
 
 def test_edges_that_meet_are_all_layers():
@@ -78,6 +79,20 @@ def test_round_robin_gives_every_unit_the_same_share(budget, steps):
     assert shares.tolist() == [budget * steps // 12] * 12
 
 
+def test_round_robin_goes_on_where_it_stopped_when_the_budget_changes():
+    # budgets of 1, 1, 2, 3, 3 ... from step 0 on
+    recovered = sets(controller("round_robin", max_recovered={1: 1, 3: 3}), steps=4)
+    assert recovered == [[0], [1], [2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+@given(
+    st.dictionaries(st.integers(0, 60), st.integers(0, 9), min_size=1, max_size=5),
+    st.integers(0, 80),
+)
+def test_a_sum_of_budgets_is_that_of_its_steps(schedule, step):
+    assert sum_before(schedule, step) == sum(int(value_at(schedule, at)) for at in range(step))
+
+
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=12), st.integers(0, 12))
 @settings(deadline=None)
 def test_top_norm_takes_the_largest_norms_and_the_earlier_unit_in_a_tie(norms, budget):
@@ -101,6 +116,12 @@ def test_ema_ratio_compares_with_a_moving_average_of_clipped_norms():
     scores = [decision.score[0] for decision in run(control, [[1.0], [3.0], [3.0]])]
     # averages: 1, then 0.5 * 1 + 0.5 * min(3, 2 * 1) = 1.5; the score is norm / average / alpha
     assert scores == [0.5, 1.5, 1.0]
+
+
+def test_an_alpha_that_always_triggers_leaves_the_average_free_to_rise():
+    control = controller("ema_ratio", count=1, ema_decay=0.5, alpha=0.01)
+    scores = [decision.score[0] for decision in run(control, [[1.0], [9.0], [9.0]])]
+    assert scores[2] == pytest.approx(9.0 / (0.5 + 0.5 * 1.05) / 0.01)
 
 
 def test_an_average_that_starts_at_zero_rises_with_the_first_norm():
