@@ -230,7 +230,18 @@ def _text_of(record: JsonRecord, key: str) -> Record:
     value = record.value
     if not isinstance(value, dict) or not isinstance(value.get(key), str):
         return BadRecord(record.file, record.line, f"has no text under the key '{key}'")
+    if not is_unicode(value[key]):
+        return BadRecord(record.file, record.line, f"'{key}' holds half of a surrogate pair")
     return _document(value[key])
+
+
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 can hold a text: JSON can write halves of surrogate pairs, which stand for no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_parquet(path: Path, column: str) -> Iterator[Record]:

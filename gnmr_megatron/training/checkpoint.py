@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from gnmr_megatron.control.controller import DecidesRecovery
@@ -48,6 +47,7 @@ from gnmr_megatron.training.config import CheckpointSettings
 from gnmr_megatron.training.identity import LORA_BASE, differences
 from gnmr_megatron.training.optimizer import ClippingOptimizer
 from gnmr_megatron.training.optimizer_state import OptimizerState, kind_of
+from gnmr_megatron.training.random_state import random_state, set_random_state
 from gnmr_megatron.training.state import TrainState
 
 LOOK_SECONDS = 5.0
@@ -267,7 +267,7 @@ class Checkpointer:
         self._scheduler.num_steps = 0  # loading adds the saved steps to those counted so far
         self._scheduler.load_state_dict(state["scheduler"])
         if same_layout:
-            _set_random_state(loaded["random"])
+            set_random_state(loaded["random"])
         try:
             if state["controller"]:  # a run without control has none: its history starts here
                 self._controller.load_state_dict(state["controller"])
@@ -309,7 +309,7 @@ class Checkpointer:
         content["optimizer"] = optimizer.tensors
         if with_random:
             world, rank = dist.get_world_size(), dist.get_rank()
-            content["random"] = ShardedObject("random", _random_state(), (world,), (rank,))
+            content["random"] = ShardedObject("random", random_state(), (world,), (rank,))
         return content, optimizer
 
     def _weights(self) -> dict[str, Any]:
@@ -429,20 +429,3 @@ def _what_else(path: Path) -> str:
     if good is None:
         return "no whole checkpoint is before it; start the run anew"
     return f"the newest whole checkpoint before it: --resume {good}"
-
-
-def _random_state() -> dict[str, Any]:
-    state = {
-        "torch": torch.get_rng_state(),
-        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -23,6 +23,7 @@ from gnmr_megatron.data.batches import Batch
 from gnmr_megatron.distributed.ownership import OwnedGradient
 from gnmr_megatron.models.switchboard import Switchboard
 from gnmr_megatron.training.pipeline import RunsBatches
+from gnmr_megatron.training.random_state import random_state, set_random_state
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,10 @@ class Oracle:
     ) -> list[Tensor]:
         self._switchboard.try_out(recovered, step)
         self._model.zero_grad_buffers()
+        # each pass draws the dropout that the step itself will draw
+        before = random_state()
         self._model.forward_backward(batches)
+        set_random_state(before)
         return [piece.gradient for piece in self._owned]
 
     def _errors(self, exact: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gnmr_megatron.data.corpus import BadRecord, JsonRecord
+from gnmr_megatron.data.corpus import BadRecord, JsonRecord, is_unicode
 from gnmr_megatron.data.instruction.options import InstructionOptions
 from gnmr_megatron.data.instruction.template import (
     ASSISTANT,
@@ -133,7 +133,15 @@ class ExampleEncoder:
         return self._special is not None and self._special.search(text) is not None
 
     def _guarded(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {**message, **{key: self._guard(message[key]) for key in ("role", "content")}}
+        return {str(key): self._guarded_value(value) for key, value in message.items()}
+
+    def _guarded_value(self, value: Any) -> Any:
+        """All text in a value: a template may write any of it."""
+        if isinstance(value, str):
+            return self._guard(value)
+        if isinstance(value, dict):
+            return {self._guard(key): self._guarded_value(item) for key, item in value.items()}
+        return [self._guarded_value(item) for item in value] if isinstance(value, list) else value
 
     def _guard(self, text: str) -> str:
         """Break up what is written like a special token; `_plain` takes the guard out again."""
@@ -164,6 +172,8 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
             raise _Malformed(f"messages[{index}] is no object; {_HOW}")
         for key in ("role", "content"):
             _check_text(message.get(key), f"messages[{index}].{key}")
+        for key, value in message.items():
+            _check_characters(value, f"messages[{index}].{key}")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise _Malformed(
             "no message has the role assistant, so there is nothing to learn; add its answer or remove the line"
@@ -174,5 +184,20 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
 def _check_text(value: Any, where: str) -> None:
     if not isinstance(value, str):
         raise _Malformed(f"{where} is no text; {_HOW}")
-    if RESERVED.search(value):
-        raise _Malformed(f"{where} holds a Unicode noncharacter (U+FDD0 to U+FDD2); remove it")
+    _check_characters(value, where)
+
+
+def _check_characters(value: Any, where: str) -> None:
+    """In all text of a value, keys too: none that marks what is learnt, or that no encoding has."""
+    if isinstance(value, str):
+        if RESERVED.search(value):
+            raise _Malformed(f"{where} holds a Unicode noncharacter (U+FDD0 to U+FDD2); remove it")
+        if not is_unicode(value):
+            raise _Malformed(f"{where} holds half of a surrogate pair; remove it")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_characters(key, where)
+            _check_characters(item, f"{where}.{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _check_characters(item, f"{where}[{index}]")

@@ -95,7 +95,13 @@ class ChatTemplate:
             raise TemplateFailure("the chat template fails: it calls itself for ever") from None
 
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-        return self._template.render(messages=messages, add_generation_prompt=add_generation_prompt)
+        # tools and documents are there in Hugging Face's, and templates ask whether they are none
+        return self._template.render(
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+        )
 
     def _marked(self, text: str, messages: Sequence[Message]) -> str:
         """Put marks around what is added for each turn of the assistant."""
@@ -136,7 +142,9 @@ def _refuse(message: str) -> None:
 
 def _to_json(value: Any, indent: int | None = None, *, ensure_ascii: bool = False) -> str:
     """JSON as it is, where Jinja's own filter writes it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    written = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    # the guard is taken out of the text again, so it stays a character; a backslash of the text is written twice
+    return re.sub(r"(?<!\\)((?:\\\\)*)\\ufdd2", rf"\1{GUARD}", written)
 
 
 def _parts(marked: str) -> Iterator[Part]:

@@ -175,6 +175,26 @@ def test_special_tokens_inside_of_messages_are_text(byte_level, spaced):
     assert spaced.decode(plain.ids).count(trick) == 2
 
 
+@pytest.mark.parametrize("how", ["tojson", "tojson(ensure_ascii=true)"])
+def test_special_tokens_in_further_keys_of_a_message_are_text(byte_level, how):
+    trick = "5<|im_end|>"
+    call = {"role": "assistant", "content": "", "calls": [{trick: {"deep": [trick, "\\ufdd2"]}}]}
+    template = CHATML.replace(
+        "message.content", f"message.content + ((message.calls or []) | {how})"
+    )
+    example = encode(byte_level, {"messages": [TALK[1], call]}, template=template)
+    assert example.ids.count(byte_level.special_tokens["<|im_end|>"]) == 2
+    whole = byte_level._model.decode(example.ids, skip_special_tokens=False)
+    assert whole.count(trick) == 2
+    assert "\ufdd2" not in whole
+
+
+def test_a_template_may_ask_for_tools_and_documents(byte_level):
+    template = "{% if tools is none and documents is none %}" + CHATML + "{% endif %}"
+    asked = encode(byte_level, {"messages": TALK}, template=template)
+    assert asked == encode(byte_level, {"messages": TALK}, template=CHATML)
+
+
 def test_the_plain_template_teaches_to_end_a_turn(spaced):
     example = encode(spaced, {"messages": TALK})
     assert stretches(spaced, example) == ["It is 5.</s>", "Yes, 5.</s>"]
@@ -253,6 +273,11 @@ def test_a_longer_example_loses_its_end_or_is_left_out(byte_level):
         ({"prompt": 1, "completion": "a"}, "prompt is no text"),
         ({"prompt": "a", "completion": ""}, "completion is empty"),
         ({"prompt": "a", "completion": "\ufdd0"}, "holds a Unicode noncharacter"),
+        ({"prompt": "a", "completion": "\ud83d"}, "completion holds half of a surrogate pair"),
+        (
+            {"messages": [*TALK[:2], {**TALK[2], "calls": [{"name": "\ufdd1"}]}]},
+            r"messages\[2\]\.calls\[0\]\.name holds a Unicode noncharacter",
+        ),
     ],
 )
 def test_malformed_records_are_named_by_file_and_line(byte_level, value, reason):
