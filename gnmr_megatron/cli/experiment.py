@@ -186,7 +186,16 @@ def _overrides(items: Sequence[str]) -> dict[str, Any]:
         key, sign, value = item.partition("=")
         if not sign or not key:
             raise ConfigError(f"--set {item}: must be SECTION.KEY=VALUE")
-        found[key] = yaml.safe_load(value)
+        if key == "seed":
+            raise ConfigError(
+                f"--set {item}: seeds are those of the suite's size; change them there"
+            )
+        try:
+            found[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(
+                f"--set {item}: is no YAML: {' '.join(str(error).split())}"
+            ) from error
     return found
 
 

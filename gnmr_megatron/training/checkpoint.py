@@ -329,7 +329,8 @@ class Checkpointer:
         if self._base is not None and [line.partition(":")[0] for line in lines] == [LORA_BASE]:
             raise CheckpointError(
                 f"{path}: its adapters were trained on other frozen weights than those of {self._base}: on those that "
-                f"{description.state['base']} had then; name these with --lora.base, or start a new run on the others"
+                f"{description.state['base']} had then; name these with --lora.base (and "
+                "--init_from=null where that named them), or start a new run on the others"
             )
         if lines:
             raise CheckpointError(

@@ -322,6 +322,29 @@ def perplexity(checkpoint, *arguments):
     return told["path"], told["results"]["perplexity"]["bits_per_byte,none"]
 
 
+def test_text_without_spaces_or_with_unicode_line_ends_is_scored(run, tmp_path):
+    text = tmp_path / "long.jsonl"
+    documents = [
+        json.dumps({"text": piece}, ensure_ascii=False) for piece in ("ab" * 600, "a\u2028b")
+    ]
+    text.write_text("\n".join(documents) + "\n")
+    told = json.loads(
+        done(
+            "evaluate",
+            run,
+            "--tasks",
+            "perplexity",
+            "--json",
+            "--text",
+            text,
+            "--output",
+            tmp_path / "out",
+        )
+    )["results"]["perplexity"]
+    assert told["word_perplexity,none"] is None  # beyond what a float holds
+    assert 1 < told["byte_perplexity,none"] < 1000
+
+
 def test_paths_are_those_of_the_run_and_recovery_is_the_default(run, world):
     text = ("--text", world / "texts.jsonl")
     name, recovery = perplexity(run, *text)

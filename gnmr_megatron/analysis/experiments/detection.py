@@ -164,13 +164,16 @@ def detection(run: RecordedRun, undisturbed: RecordedRun | None = None) -> Detec
 
 
 def _over_before(norms: FloatArray, rows: list[int]) -> FloatArray:
-    """Norms of rows over the means of the `WINDOW` rows before them; NaN where there are none."""
+    """Norms of rows over the means of the finite ones in the `WINDOW` rows before; NaN where there are none.
+
+    Infinite for a norm that is not finite itself: no gradient is raised more.
+    """
     before = norms[max(rows[0] - WINDOW, 0) : rows[0]] if rows else norms[:0]
-    if not before.size:
-        return np.full((len(rows), norms.shape[1]), math.nan)
+    is_finite = np.isfinite(before)
     with np.errstate(divide="ignore", invalid="ignore"):
-        ratios: FloatArray = norms[rows] / before.mean(axis=0)
-    return ratios
+        mean = np.where(is_finite, before, 0.0).sum(axis=0) / is_finite.sum(axis=0)
+        ratios: FloatArray = norms[rows] / mean
+    return np.where(np.isfinite(norms[rows]) | np.isnan(mean), ratios, np.inf)
 
 
 def _largest(ratios: FloatArray) -> float:

@@ -60,7 +60,7 @@ class PlannedRun:
     @property
     def sidecar(self) -> Path:
         """File that remembers the settings it was started with."""
-        return self.folder.with_suffix(".settings.yaml")
+        return self.folder.with_name(self.folder.name + ".settings.yaml")
 
     @property
     def is_done(self) -> bool:
@@ -122,6 +122,13 @@ def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -
         for arm in arms
         for seed in size.seeds
     ]
+    for run in runs:
+        budget = run.settings.get("gnmr.max_recovered")
+        if run.calibrated_on is not None and not isinstance(budget, int | None):
+            raise ConfigError(
+                f"experiment {suite.name}: arm {run.arm.name}: gnmr.max_recovered must be a number where thresholds "
+                "are calibrated"
+            )
     return sorted(
         runs, key=lambda run: (run.budget_from is not None, run.calibrated_on is not None)
     )
@@ -186,7 +193,7 @@ def _take_one(run: PlannedRun, environment: Mapping[str, str]) -> str | None:
         _write_sidecar(run)
     except (GnmrError, OSError) as error:
         return str(error)
-    log = run.folder.with_suffix(".log")
+    log = run.folder.with_name(run.folder.name + ".log")
     with log.open("w") as file:
         result = subprocess.run(
             run.command(), stdout=file, stderr=subprocess.STDOUT, env=environment, check=False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,11 @@ class Suite:
         """
         try:
             content = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
         plain = _fields(content, cls, where=str(path), given={"name"})
         arms = {
-            name: Arm(name=name, **_fields(arm, Arm, where=f"{path}: arms.{name}", given={"name"}))
+            name: _arm(name, arm, f"{path}: arms.{name}")
             for name, arm in _mapping(plain["arms"], f"{path}: arms").items()
         }
         sizes = {
@@ -124,6 +124,8 @@ class Suite:
             for name, text in _mapping(plain.get("datasets", {}), f"{path}: datasets").items()
         }
         preparation = _settings_by_name(plain.get("preparation", {}), f"{path}: preparation")
+        _mapping(plain["settings"], f"{path}: settings")
+        _check_texts(plain, ("question", "low", "high", "oracle", "subject"), str(path))
         suite = cls(
             **{
                 **plain, "name": path.stem, "arms": arms, "sizes": sizes, "datasets": datasets,
@@ -210,16 +212,36 @@ def find_suite(name: str, folder: Path) -> Suite:
     return Suite.read(folder / f"{name}.yaml")
 
 
+def _arm(name: str, content: Any, where: str) -> Arm:
+    plain = _fields(content, Arm, where=where, given={"name"})
+    _mapping(plain["settings"], f"{where}.settings")
+    _check_texts(plain, ("budget_of", "calibrated_on"), where)
+    target = plain.get("target_exceedance", 0.5)
+    if not isinstance(target, float) or not 0 < target < 1:
+        raise ConfigError(f"{where}.target_exceedance: must be a number between 0 and 1")
+    return Arm(name=name, **plain)
+
+
 def _size(path: Path, name: str, content: Any) -> Size:
-    plain = _fields(content, Size, where=f"{path}: sizes.{name}")
+    where = f"{path}: sizes.{name}"
+    plain = _fields(content, Size, where=where)
+    _check_texts(plain, ("base",), where)
+    seeds, arms = plain["seeds"], plain.get("arms", [])
+    if (
+        not isinstance(seeds, list)
+        or not seeds
+        or any(type(seed) is not int for seed in seeds)
+        or len(set(seeds)) < len(seeds)
+    ):
+        raise ConfigError(f"{where}.seeds: must be a list of different whole numbers")
+    if not isinstance(arms, list) or any(not isinstance(arm, str) for arm in arms):
+        raise ConfigError(f"{where}.arms: must be a list of arms")
     return Size(
-        base=path.parent / str(plain["base"]),
-        seeds=tuple(int(seed) for seed in plain["seeds"]),
-        settings=_mapping(plain.get("settings", {}), f"{path}: sizes.{name}.settings"),
-        arms=tuple(plain.get("arms", ())),
-        preparation=_settings_by_name(
-            plain.get("preparation", {}), f"{path}: sizes.{name}.preparation"
-        ),
+        base=path.parent / plain["base"],
+        seeds=tuple(seeds),
+        settings=_mapping(plain.get("settings", {}), f"{where}.settings"),
+        arms=tuple(arms),
+        preparation=_settings_by_name(plain.get("preparation", {}), f"{where}.preparation"),
     )
 
 
@@ -255,6 +277,12 @@ def _fields(
         if is_needed and name not in plain:
             raise ConfigError(f"{where}: `{name}` is missing")
     return plain
+
+
+def _check_texts(plain: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    for key in keys:
+        if plain.get(key) is not None and not isinstance(plain[key], str):
+            raise ConfigError(f"{where}: {key}: must be text")
 
 
 def _mapping(content: Any, where: str) -> dict[str, Any]:

@@ -105,7 +105,8 @@ def faults_as_markdown(answers: Mapping[str, Sequence[Answer]]) -> str:
             own = [answer for answer in found if answer.fault.kind == kind]
             if own:
                 one = Detection(tuple(own), 0, 0)
-                raised = statistics.median(answer.raised for answer in own)
+                known = [answer.raised for answer in own if not math.isnan(answer.raised)]
+                raised = statistics.median(known) if known else math.nan
                 loss = Interval.of(answer.excess_loss for answer in own).text(3)
                 cells = [kind, arm, f"{len(own)}", f"{100 * one.hit_rate:.0f}", f"{one.delay:.1f}",
                          f"{raised:.1f}", loss]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import tempfile
 import time
@@ -60,8 +61,14 @@ class EvaluationResult:
     details: dict[str, Any] = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the details, in plain values."""
-        return {key: value for key, value in asdict(self).items() if key != "details"}
+        """All but the details, in plain values; None for what is not finite, which JSON cannot say."""
+        return {key: _plain(value) for key, value in asdict(self).items() if key != "details"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def evaluate(subject: Subject, options: EvaluationOptions) -> EvaluationResult | None:

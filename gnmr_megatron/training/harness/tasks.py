@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lm_eval.tasks
 import yaml
+from lm_eval.api.metrics import weighted_perplexity
 from lm_eval.tasks import TaskManager
 
 from gnmr_megatron.errors import ConfigError, DataError
@@ -209,15 +211,21 @@ def _perplexity(documents: Sequence[str], work: Path) -> dict[str, Any]:
         "metric_list": [
             {
                 "metric": name,
-                "aggregation": "bits_per_byte"
-                if name == "bits_per_byte"
-                else "weighted_perplexity",
+                "aggregation": "bits_per_byte" if name == "bits_per_byte" else _weighted_perplexity,
                 "higher_is_better": higher,
             }
             for name, higher in metrics.items()
         ],
         "metadata": {"version": 1.0},
     }
+
+
+def _weighted_perplexity(items: Sequence[tuple[float, float]]) -> float:
+    """The harness's; infinite where it overflows, as a word's does in text without spaces."""
+    try:
+        return float(weighted_perplexity(items))
+    except OverflowError:
+        return math.inf
 
 
 def _set_fewshot(task: Any, num_fewshot: int | None) -> None:

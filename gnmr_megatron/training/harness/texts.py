@@ -54,7 +54,7 @@ def _of_file(path: Path) -> Iterator[str]:
     if path.suffix not in (".jsonl", ".json"):
         yield content
         return
-    for number, line in enumerate(content.splitlines(), start=1):
+    for number, line in enumerate(content.split("\n"), start=1):
         if not line.strip():
             continue
         try:

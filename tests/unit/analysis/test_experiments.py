@@ -68,11 +68,41 @@ def test_an_arm_wins_over_a_size_and_a_size_over_the_suite(tmp_path):
         ({"datasets": {"text": {"inputs": ["docs"]}}}, r"datasets.text: `tokenizer_from` is missing"),
         ({"datasets": {"a": {"inputs": ["b"], "tokenizer_from": "t"}}, "preparation": {"a": {}}}, r"a dataset and"),
         ({"sizes": {"s": {"base": "b", "seeds": [1], "arms": ["hgih"]}}}, r"sizes.s.arms\[0\]: no arm `hgih`"),
+        ({"sizes": {"s": {"base": "b", "seeds": 3}}}, r"sizes.s.seeds: must be a list of different whole numbers"),
+        ({"sizes": {"s": {"base": "b", "seeds": []}}}, r"sizes.s.seeds: must be"),
+        ({"sizes": {"s": {"base": "b", "seeds": [1, 1]}}}, r"sizes.s.seeds: must be"),
+        ({"sizes": {"s": {"base": "b", "seeds": ["a"]}}}, r"sizes.s.seeds: must be"),
+        ({"sizes": {"s": {"base": "b", "seeds": [1], "arms": "low"}}}, r"sizes.s.arms: must be a list of arms"),
+        ({"settings": None}, r"trial.yaml: settings: must hold `key: value` pairs"),
+        ({"arms": {"low": {"settings": None}}}, r"arms.low.settings: must hold `key: value` pairs"),
+        ({"arms": {"low": {"settings": {}, "target_exceedance": "1e-3"}}}, r"target_exceedance: must be a number"),
+        ({"low": ["low"]}, r"trial.yaml: low: must be text"),
     ],
 )  # fmt: skip
 def test_a_wrong_suite_is_refused_with_its_place(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         suite(tmp_path, **changes)
+
+
+def test_a_suite_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "trial.yaml"
+    path.write_bytes("question: é".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"trial.yaml: cannot be read: .*utf-8"):
+        Suite.read(path)
+
+
+def test_arms_whose_names_hold_a_dot_have_files_of_their_own(tmp_path):
+    arms = {name: {"settings": {}} for name in ("low", "high", "alpha_1.5", "alpha_1.7")}
+    trial = suite(tmp_path, arms=arms)
+    runs = plan(trial, trial.size("small"), tmp_path / "out", {})
+    assert len({run.sidecar for run in runs}) == len(runs) == 8
+
+
+def test_a_budget_that_changes_cannot_be_calibrated_for(tmp_path):
+    learning = {"calibrated_on": "low", "settings": {"gnmr.max_recovered": {0: 1, 9: 2}}}
+    trial = suite(tmp_path, arms={"low": {"settings": {}}, "high": learning})
+    with pytest.raises(ConfigError, match=r"arm high: gnmr.max_recovered must be a number"):
+        plan(trial, trial.size("small"), tmp_path / "out", {})
 
 
 def test_what_is_prepared_has_settings_of_its_own_and_all_arms_wait_for_it(tmp_path):
@@ -255,6 +285,17 @@ def test_a_burst_is_a_fault_that_raises_a_norm_threefold_and_is_to_be_answered_a
     assert [answer.raised for answer in found.answers] == pytest.approx([3.5, 3.0, 2.9])
     assert found.burst_hit_rate == 0.5
     assert found.hit_rate == 1.0
+
+
+def test_a_gradient_that_is_not_finite_is_a_burst_and_no_usual_norm(tmp_path):
+    run = record(
+        tmp_path, {5: [0]}, [(5, ("scale_gradient", [IDS[0]])), (8, ("scale_gradient", [IDS[0]]))]
+    )
+    run.matrix.norms[4, 0] = math.nan  # answered at once
+    run.matrix.norms[7, 0] = 6.0  # over the mean of the four finite norms of 1 before it
+    found = detection(run)
+    assert [answer.raised for answer in found.answers] == [math.inf, 6.0]
+    assert found.burst_hit_rate == 0.5
 
 
 def test_a_unit_whose_norm_a_fault_raised_too_is_no_false_recovery(tmp_path):
