@@ -242,6 +242,10 @@ def _settings(config: ControlConfig) -> dict[str, Any]:
 
 
 def _warnings(run: RecordedRun, trace: _Trace, base: ControlConfig, chosen: Point) -> list[str]:
+    return [*_warnings_of_trace(run, trace), *_warnings_of_choice(trace, base, chosen)]
+
+
+def _warnings_of_trace(run: RecordedRun, trace: _Trace) -> list[str]:
     found = []
     rows = slice(trace.first_row, trace.first_row + len(trace.steps))
     switched = int(np.count_nonzero(run.matrix.recovered[rows]))
@@ -250,12 +254,22 @@ def _warnings(run: RecordedRun, trace: _Trace, base: ControlConfig, chosen: Poin
             f"{switched:,} unit-steps of this run ran on the recovery path, so their norms are not those of the low "
             "path; a run with gnmr.mode: monitor is better"
         )
+    if switched and (trace.config.history == "per_path" or not trace.config.fold_switches):
+        found.append(
+            "thresholds are fitted with one history of all norms, as without gnmr.history: per_path and with "
+            "gnmr.fold_switches"
+        )
     if trace.steps[0] > 1:
         found.append(f"history began anew with step {trace.steps[0]}: steps before it are left out")
     if trace.config.collapse_ratio is not None:
         found.append(
             "gnmr.collapse_ratio of the run is left out: its exceedances are not calibrated"
         )
+    return found
+
+
+def _warnings_of_choice(trace: _Trace, base: ControlConfig, chosen: Point) -> list[str]:
+    found = []
     if base.warmup_steps > 0.4 * trace.fit_end:
         found.append(
             f"exceedances have hardly settled: the warm-up of {base.warmup_steps} steps is near half of the fit"
@@ -274,6 +288,11 @@ def _warnings(run: RecordedRun, trace: _Trace, base: ControlConfig, chosen: Poin
         found.append(
             f"in {chosen.fit.saturated:.1%} of the steps candidates outnumber max_recovered {base.max_recovered}; "
             "raise it, or lower the target"
+        )
+    if not chosen.fit.is_met:
+        found.append(
+            f"the fit itself misses the target: {chosen.fit.exceedance_rate:.3%} in steps {chosen.fit.first_step} to "
+            f"{chosen.fit.last_step}, wanted {chosen.target:.3%}"
         )
     if not chosen.held_out.is_met:
         found.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,6 +65,15 @@ _NEEDED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
+# of fields that may be absent
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "num_key_value_heads": ((int, type(None)), "a whole number"),
+    "head_dim": ((int, type(None)), "a whole number"),
+    "max_position_embeddings": ((int,), "a whole number"),
+    "rms_norm_eps": ((int, float), "a number"),
+    "initializer_range": ((int, float), "a number"),
+    "tie_word_embeddings": ((bool,), "true or false"),
+}
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
@@ -163,9 +173,7 @@ def huggingface_config(
 
 def _problems(content: Json, tokenizer_size: int | None) -> Iterator[str]:
     """What is wrong with each field, by its name."""
-    for key in _NEEDED:
-        if not isinstance(content.get(key), int) or isinstance(content.get(key), bool):
-            yield f"{key}: {content.get(key)!r} must be a whole number"
+    yield from _type_problems(content)
     if content.get("model_type") is None:
         yield "model_type: is missing; only 'llama' is converted"
     for key, value in content.items():
@@ -177,7 +185,7 @@ def _problems(content: Json, tokenizer_size: int | None) -> Iterator[str]:
     hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
     size = content.get("head_dim")
     if (
-        size is not None
+        isinstance(size, int)
         and isinstance(hidden, int)
         and isinstance(heads, int)
         and size * heads != hidden
@@ -190,6 +198,17 @@ def _problems(content: Json, tokenizer_size: int | None) -> Iterator[str]:
     if tokenizer_size is not None and isinstance(vocab_size, int) and tokenizer_size > vocab_size:
         yield f"vocab_size: {vocab_size} is below the {tokenizer_size} entries of the tokenizer"
     yield from _rope_problems(content)
+
+
+def _type_problems(content: Json) -> Iterator[str]:
+    for key in _NEEDED:
+        if not isinstance(content.get(key), int) or isinstance(content.get(key), bool):
+            yield f"{key}: {content.get(key)!r} must be a whole number"
+    for key, (types, meant) in _TYPES.items():
+        value = content.get(key)
+        is_truth = isinstance(value, bool)
+        if key in content and (not isinstance(value, types) or is_truth != (bool in types)):
+            yield f"{key}: {value!r} must be {meant}"
 
 
 def _rope(content: Json) -> dict[str, Any]:
@@ -206,13 +225,13 @@ def _rope_problems(content: Json) -> Iterator[str]:
     rope = _rope(content)
     where = "rope_parameters" if content.get("rope_parameters") else "rope_scaling"
     kind = rope.pop("rope_type")
-    if kind not in _ROPE_KEYS:
+    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
         yield (
             f"{where}.rope_type: {kind!r} cannot be represented; only {', '.join(_ROPE_KEYS)} can"
         )
         return
     base = rope.pop("rope_theta")
-    if not isinstance(base, int | float) or base != int(base):
+    if not isinstance(base, int | float) or not math.isfinite(base) or base != int(base):
         yield f"rope_theta: {base!r} cannot be represented; only whole numbers can"
     if rope.pop("partial_rotary_factor", None) not in (None, 1):
         yield f"{where}.partial_rotary_factor: cannot be represented; only 1 can"

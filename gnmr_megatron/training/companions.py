@@ -143,6 +143,8 @@ def _of_folder(folder: Path, fingerprint: str | None) -> Companions | None:
         fields = json.loads((folder / _CONFIG).read_text())
     except ValueError as error:
         raise ConfigError(f"{folder / _CONFIG}: is not JSON ({error})") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{folder / _CONFIG}: is no JSON object")
     files = {name: folder / name for name in _CARRIED if (folder / name).is_file()}
     return Companions(tokenizer_in(folder, fingerprint), fields, files)
 

@@ -142,15 +142,16 @@ class MegatronLM(TemplateLM):
                 ordered[start : start + self._batch_size]
                 for start in range(0, len(ordered), self._batch_size)
             ]
-        own: dict[int, str] = {}
+        own: dict[int, tuple[str, bool]] = {}
         for batch in tqdm(batches[self._model.replica :: self._model.num_replicas]):
             texts = self._generate([requests[index] for index in batch])
             own |= dict(zip(batch, texts, strict=True))
-        merged = {index: text for part in gather_from_all(own) for index, text in part.items()}
-        return [merged[index] for index in range(len(requests))]
+        merged = {index: found for part in gather_from_all(own) for index, found in part.items()}
+        self.truncated += sum(is_cut for _, is_cut in merged.values())
+        return [merged[index][0] for index in range(len(requests))]
 
-    def _generate(self, requests: Sequence[Instance]) -> list[str]:
-        """Texts of requests with the same settings."""
+    def _generate(self, requests: Sequence[Instance]) -> list[tuple[str, bool]]:
+        """Texts of requests with the same settings, and whether their prompts were cut."""
         settings = dict(normalize_gen_kwargs(requests[0].args[1], MAX_GENERATED))
         if settings.get("do_sample"):
             raise ConfigError(
@@ -165,7 +166,8 @@ class MegatronLM(TemplateLM):
                 f"--max-length: {requests[0].task_name} generates {wanted} tokens, which leaves no room for a prompt "
                 f"in {self.max_length}"
             )
-        inputs = [self.tok_encode(request.args[0])[-room:] for request in requests]
+        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        inputs = [tokens[-room:] for tokens in prompts]
         starts = [len(tokens) for tokens in inputs]
         running = list(range(len(inputs)))
         for _ in range(wanted):
@@ -178,13 +180,16 @@ class MegatronLM(TemplateLM):
                 row for row in running if not self._is_done(inputs[row][starts[row] :], until)
             ]
         return [
-            postprocess_generated_text(self._text(tokens[start:]), until, None)
-            for tokens, start in zip(inputs, starts, strict=True)
+            (postprocess_generated_text(self._text(row[start:]), until, None), len(prompt) > room)
+            for row, start, prompt in zip(inputs, starts, prompts, strict=True)
         ]
 
     def _is_done(self, tokens: Sequence[int], until: Sequence[str]) -> bool:
-        text = self._text(tokens)
-        return tokens[-1] == self.eot_token_id or any(stop and stop in text for stop in until)
+        # a stop sequence may be a special token, or text that one interrupts
+        texts = (self._text(tokens), str(self.tokenizer.decode(list(tokens))))
+        return tokens[-1] == self.eot_token_id or any(
+            stop and stop in text for stop in until for text in texts
+        )
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from datetime import timedelta
@@ -247,6 +248,14 @@ CONFIG = {
         ({"logit_scale": 0.1}, "logit_scale: is unknown and may change the model"),
         ({"num_key_value_heads": 3}, r"gives model\.num_query_groups: 3 must divide"),
         ({"vocab_size": 200}, "vocab_size: 200 is below the 290 entries of the tokenizer"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: 'false' must be true or false"),
+        ({"rms_norm_eps": None}, "rms_norm_eps: None must be a number"),
+        ({"initializer_range": "0.02"}, r"initializer_range: '0\.02' must be a number"),
+        ({"max_position_embeddings": True}, "max_position_embeddings: True must be a whole number"),
+        ({"num_key_value_heads": "2"}, "num_key_value_heads: '2' must be a whole number"),
+        ({"head_dim": [16]}, r"head_dim: \[16\] must be a whole number"),
+        ({"rope_theta": math.inf}, "rope_theta: inf cannot be represented"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, r"rope_scaling\.rope_type: \['linear'\] cannot"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_represented_is_refused_by_its_field(changes, message):
