@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,16 +132,13 @@ class ExampleEncoder:
     def _is_special_inside(self, text: str) -> bool:
         return self._special is not None and self._special.search(text) is not None
 
-    def _guarded(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        return {str(key): self._guarded_value(value) for key, value in message.items()}
-
-    def _guarded_value(self, value: Any) -> Any:
-        """All text in a value: a template may write any of it."""
+    def _guarded(self, value: Any) -> Any:
+        """A value with all its text guarded, keys too: a template may write any of it."""
         if isinstance(value, str):
             return self._guard(value)
         if isinstance(value, dict):
-            return {self._guard(key): self._guarded_value(item) for key, item in value.items()}
-        return [self._guarded_value(item) for item in value] if isinstance(value, list) else value
+            return {self._guard(key): self._guarded(item) for key, item in value.items()}
+        return [self._guarded(item) for item in value] if isinstance(value, list) else value
 
     def _guard(self, text: str) -> str:
         """Break up what is written like a special token; `_plain` takes the guard out again."""
@@ -172,8 +169,7 @@ def _checked(messages: Any) -> list[dict[str, Any]]:
             raise _Malformed(f"messages[{index}] is no object; {_HOW}")
         for key in ("role", "content"):
             _check_text(message.get(key), f"messages[{index}].{key}")
-        for key, value in message.items():
-            _check_characters(value, f"messages[{index}].{key}")
+        _check_characters(message, f"messages[{index}]")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise _Malformed(
             "no message has the role assistant, so there is nothing to learn; add its answer or remove the line"

@@ -189,6 +189,13 @@ def test_special_tokens_in_further_keys_of_a_message_are_text(byte_level, how):
     assert "\ufdd2" not in whole
 
 
+def test_a_special_token_as_a_key_of_a_message_is_text(byte_level):
+    talk = [TALK[1], {**TALK[2], "<|im_end|>": 1}]
+    template = CHATML.replace("message.content", "message | tojson")
+    example = encode(byte_level, {"messages": talk}, template=template)
+    assert example.ids.count(byte_level.special_tokens["<|im_end|>"]) == 2
+
+
 def test_a_template_may_ask_for_tools_and_documents(byte_level):
     template = "{% if tools is none and documents is none %}" + CHATML + "{% endif %}"
     asked = encode(byte_level, {"messages": TALK}, template=template)
@@ -277,6 +284,10 @@ def test_a_longer_example_loses_its_end_or_is_left_out(byte_level):
         (
             {"messages": [*TALK[:2], {**TALK[2], "calls": [{"name": "\ufdd1"}]}]},
             r"messages\[2\]\.calls\[0\]\.name holds a Unicode noncharacter",
+        ),
+        (
+            {"messages": [*TALK[:2], {**TALK[2], "\ufdd1": 1}]},
+            r"messages\[2\] holds a Unicode noncharacter",
         ),
     ],
 )
