@@ -96,6 +96,18 @@ def test_units_whose_paths_are_the_same_have_no_gap_in_any_step(dataset, tmp_pat
     np.testing.assert_allclose([gap.reference for gap in gaps], squares, rtol=1e-5)
 
 
+def test_passes_draw_the_dropout_of_the_step_and_leave_it_as_it_was(dataset, tmp_path):
+    base = taken(dataset, tmp_path / "base", **{"train.steps": 3})
+    adapters = {
+        "lora.rank": 2, "lora.base": base, "lora.dropout": 0.3, "optimizer.lr": 1e-2,
+        "precision.low": "fp32", "precision.recovery": "fp32", "gnmr.mode": "monitor",
+    }  # fmt: skip
+    plain = taken(dataset, tmp_path / "plain", **adapters)
+    measured = taken(dataset, tmp_path / "measured", **adapters, **{"train.oracle_interval": 2})
+    assert [e.loss for e in of(plain, StepEvent)] == [e.loss for e in of(measured, StepEvent)]
+    assert [gap.error for gap in of(measured, RecoveryGapEvent)] == [0.0] * 5
+
+
 def test_ranks_that_share_the_units_measure_the_same(dataset, measured, tmp_path):
     split = taken(dataset, tmp_path, **TP2, **{"train.oracle_interval": 4})
     for ours, theirs in zip(

@@ -68,6 +68,8 @@ class EvaluationResult:
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -200,7 +202,7 @@ def write_details(result: EvaluationResult, folder: Path) -> None:
     samples = details.pop("samples", {})
     try:
         folder.mkdir(parents=True)
-        content = {**result.as_dict(), "harness": details}
+        content = {**result.as_dict(), "harness": _plain(details)}
         (folder / "results.json").write_text(
             json.dumps(content, indent=1, default=handle_non_serializable) + "\n"
         )

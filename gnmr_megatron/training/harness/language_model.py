@@ -144,9 +144,9 @@ class MegatronLM(TemplateLM):
             ]
         own: dict[int, tuple[str, bool]] = {}
         for batch in tqdm(batches[self._model.replica :: self._model.num_replicas]):
-            texts = self._generate([requests[index] for index in batch])
-            own |= dict(zip(batch, texts, strict=True))
-        merged = {index: found for part in gather_from_all(own) for index, found in part.items()}
+            found = self._generate([requests[index] for index in batch])
+            own |= dict(zip(batch, found, strict=True))
+        merged = {index: pair for part in gather_from_all(own) for index, pair in part.items()}
         self.truncated += sum(is_cut for _, is_cut in merged.values())
         return [merged[index][0] for index in range(len(requests))]
 
