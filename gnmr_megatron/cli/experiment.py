@@ -17,7 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gnmr_megatron.analysis.experiments.correlation import correlations
 from gnmr_megatron.analysis.experiments.detection import detection
-from gnmr_megatron.analysis.experiments.matrix import PlannedRun, plan, take
+from gnmr_megatron.analysis.experiments.matrix import plan, take
+from gnmr_megatron.analysis.experiments.planned_run import PlannedRun
 from gnmr_megatron.analysis.experiments.preparation import (
     dataset_commands,
     plan_preparation,
@@ -96,7 +97,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.dry_run:
         _tell_commands(dataset_commands(suite, output), [*preparation, *runs])
         return 0
-    prepare_datasets(suite, output)
+    prepare_datasets(suite, output, [*preparation, *runs])
     _check([*preparation, *runs])
     failures = _take([*preparation, *runs], at_once=max(1, options.jobs))
     done = [planned for planned in runs if planned.is_done]

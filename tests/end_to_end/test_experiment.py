@@ -95,12 +95,50 @@ def test_what_is_done_stays_and_what_is_missing_is_taken(taken):
     assert told == anew
 
 
-def test_a_run_with_other_settings_is_refused(taken):
-    folder, _ = taken
-    result = experiment(folder, "--set", "optimizer.lr=0.01")
+def refused(result):
     assert result.returncode == 2
-    assert "was started with other settings" in result.stderr
-    assert "Traceback" not in result.stderr
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def changed(taken, tmp_path, base="name: base\n", **arms):
+    """The suite beside a copy of its runs, with changes of its base or its arms."""
+    suite = yaml.safe_load((taken[0] / "trial.yaml").read_text())
+    for arm, changes in arms.items():
+        suite["arms"][arm] |= changes
+    (tmp_path / "trial.yaml").write_text(yaml.safe_dump(suite))
+    (tmp_path / "base.yaml").write_text(base)
+    shutil.copytree(taken[0] / "out", tmp_path / "out")
+    return tmp_path
+
+
+def test_a_run_with_other_settings_is_refused(taken):
+    line = refused(experiment(taken[0], "--set", "optimizer.lr=0.01"))
+    assert "bf16-s3: was started with other settings (optimizer.lr; see " in line
+
+
+def test_a_run_on_another_base_is_refused(taken, tmp_path):
+    folder = changed(taken, tmp_path, base="name: base\noptimizer: {weight_decay: 0.05}\n")
+    line = refused(experiment(folder))
+    assert "bf16-s3: was started with other settings (optimizer.weight_decay; see " in line
+
+
+def test_a_run_whose_budget_was_another_arms_is_refused(taken, tmp_path):
+    line = refused(experiment(changed(taken, tmp_path, random={"budget_of": "bf16"})))
+    # its fixed budget counts, and the run it comes from
+    assert (
+        "random-s3: was started with other settings (budget_of, run bf16-s3, run int2-s3;" in line
+    )
+
+
+def test_a_run_whose_budget_comes_from_a_changed_run_is_refused(taken, tmp_path):
+    settings = {**LOW, "gnmr.alpha": 3.5}
+    folder = changed(taken, tmp_path, int2={"settings": settings})
+    assert "int2-s3: was started with other settings (gnmr.alpha;" in refused(experiment(folder))
+    for path in (folder / "out").glob("int2-s3*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    line = refused(experiment(folder))
+    assert "random-s3: was started with other settings (run int2-s3;" in line
 
 
 def test_a_run_that_fails_is_told_with_its_message_and_others_go_on(taken, tmp_path):
@@ -198,6 +236,30 @@ def test_what_is_prepared_is_not_prepared_again(prepared):
     told = {tuple(line.split()) for line in again.stderr.splitlines()}
     assert {("was", "done", "start"), ("was", "done", "exact-s3"), ("done", "int8-s3")} <= told
     assert [(path.read_bytes(), path.stat().st_mtime_ns) for path in kept] == before
+
+
+def test_a_run_on_text_that_was_prepared_anew_is_refused(prepared, tmp_path):
+    folder = tmp_path / "moved"
+    shutil.copytree(prepared[0], folder)
+    shutil.rmtree(folder / "out/more")
+    suite = yaml.safe_load((folder / "trial.yaml").read_text())
+    suite["datasets"]["more"]["inputs"] = [str(folder / "text/prepare.py")]
+    (folder / "trial.yaml").write_text(yaml.safe_dump(suite))
+    assert "start: was started with other settings (dataset more;" in refused(experiment(folder))
+
+
+def test_text_is_prepared_anew_as_long_as_no_run_was_started(prepared, tmp_path):
+    folder = tmp_path
+    shutil.copytree(prepared[0], folder, dirs_exist_ok=True)
+    before = (folder / "out/more/manifest.json").read_bytes()
+    for path in (folder / "out").glob("*.settings.yaml"):
+        path.unlink()
+    suite = yaml.safe_load((folder / "trial.yaml").read_text())
+    suite["datasets"]["more"]["inputs"] = [str(folder / "text/prepare.py")]
+    suite["arms"]["int8"]["settings"]["gnmr.alpha"] = -1  # so that no run starts
+    (folder / "trial.yaml").write_text(yaml.safe_dump(suite))
+    assert "int8: gnmr.alpha" in refused(experiment(folder))
+    assert (folder / "out/more/manifest.json").read_bytes() != before
 
 
 def test_where_the_preparation_fails_nothing_else_starts(prepared, tmp_path):

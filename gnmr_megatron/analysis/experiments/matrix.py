@@ -3,87 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from gnmr_megatron.analysis.calibrate import calibrate
-from gnmr_megatron.analysis.experiments.suite import Arm, Size, Suite
+from gnmr_megatron.analysis.experiments.origin import check_origin, origin_as_comment, origins_of
+from gnmr_megatron.analysis.experiments.planned_run import PlannedRun
+from gnmr_megatron.analysis.experiments.suite import Size, Suite
 from gnmr_megatron.analysis.recorded_run import RecordedRun
-from gnmr_megatron.errors import ConfigError, DataError, GnmrError
+from gnmr_megatron.errors import ConfigError, GnmrError
 from gnmr_megatron.observability.append_file import replace_file
-from gnmr_megatron.observability.events import FinishEvent
-
-ENDED = ("completed", "diverged")
-"""Reasons of a finish after which a run is a result."""
 
 MESSAGE_LINES = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun:
-    """One run of a matrix.
-
-    Attributes:
-        arm: its arm.
-        seed: its seed.
-        folder: run folder.
-        base: configuration file.
-        settings: dotted keys on top of it.
-        budget_from: folder of the run whose recovered units of each step are its budget, or None.
-        calibrated_on: folder of the run that its thresholds come from, or None.
-        prepared_by: folders of the runs that come before all arms.
-    """
-
-    arm: Arm
-    seed: int
-    folder: Path
-    base: Path
-    settings: Mapping[str, Any]
-    budget_from: Path | None = None
-    calibrated_on: Path | None = None
-    prepared_by: tuple[Path, ...] = ()
-
-    @property
-    def placed_settings(self) -> dict[str, Any]:
-        """The settings, with the folder of all runs in place of `{output}`."""
-        return {key: _placed(value, self.folder.parent) for key, value in self.settings.items()}
-
-    @property
-    def sidecar(self) -> Path:
-        """File that remembers the settings it was started with."""
-        return self.folder.with_name(self.folder.name + ".settings.yaml")
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it came to an end that is a result."""
-        try:
-            finishes = list(RecordedRun(self.folder).events_of(FinishEvent))
-        except DataError:
-            return False
-        return bool(finishes) and finishes[-1].reason in ENDED
-
-    @property
-    def needs(self) -> list[Path]:
-        """Folders of the runs that must be done before it."""
-        learnt = [folder for folder in (self.calibrated_on, self.budget_from) if folder is not None]
-        return [*self.prepared_by, *learnt]
-
-    def command(self) -> list[str]:
-        """What takes it, or goes on with it."""
-        return [
-            sys.executable, "-m", "gnmr_megatron", "train",
-            "--config", str(self.base), "--config", str(self.sidecar),
-            "--runs_dir", str(self.folder.parent), "--name", self.folder.name, "--resume", "auto",
-        ]  # fmt: skip
 
 
 def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -> list[PlannedRun]:
@@ -118,6 +55,7 @@ def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -
             budget_from=folder(arm.budget_of, seed),
             calibrated_on=folder(arm.calibrated_on, next_seed[seed]),
             prepared_by=tuple(output / name for name in suite.preparation),
+            datasets=suite.datasets,
         )
         for arm in arms
         for seed in size.seeds
@@ -151,11 +89,13 @@ def take(
         A message for each run that failed; the others went on.
 
     Raises:
-        ConfigError: a run was started with other settings before.
+        ConfigError: a run was started with other settings, or from something else, before.
     """
     done = {run.folder for run in runs if run.is_done}
+    origins = origins_of(runs)
     for run in runs:
-        _check_sidecar(run)
+        check_origin(run, origins[run.folder])
+    for run in runs:
         if run.folder in done:
             tell(run, "was done")
     waiting = [run for run in runs if run.folder not in done]
@@ -168,7 +108,7 @@ def take(
             for run in ready[: at_once - len(going)]:
                 waiting.remove(run)
                 tell(run, "started")
-                going[pool.submit(_take_one, run, environment)] = run
+                going[pool.submit(_take_one, run, origins[run.folder], environment)] = run
             if not going:
                 failures += [
                     f"{run.folder.name}: needs {' and '.join(item.name for item in run.needs)}"
@@ -187,10 +127,12 @@ def take(
     return failures
 
 
-def _take_one(run: PlannedRun, environment: Mapping[str, str]) -> str | None:
+def _take_one(
+    run: PlannedRun, origin: Mapping[str, Any], environment: Mapping[str, str]
+) -> str | None:
     """Take a run in processes of its own; the end of its messages where it failed."""
     try:
-        _write_sidecar(run)
+        _write_sidecar(run, origin)
     except (GnmrError, OSError) as error:
         return str(error)
     log = run.folder.with_name(run.folder.name + ".log")
@@ -208,7 +150,7 @@ def _take_one(run: PlannedRun, environment: Mapping[str, str]) -> str | None:
     return f"exit code {result.returncode}"
 
 
-def _write_sidecar(run: PlannedRun) -> None:
+def _write_sidecar(run: PlannedRun, origin: Mapping[str, Any]) -> None:
     settings: dict[str, Any] = {}
     own = run.placed_settings | _learnt(run)
     for key, value in own.items():
@@ -218,15 +160,8 @@ def _write_sidecar(run: PlannedRun) -> None:
             place = place.setdefault(parent, {})
         place[last] = value
     run.folder.parent.mkdir(parents=True, exist_ok=True)
-    # the comment tells of settings without those that follow from other runs
-    head = f"# {json.dumps(dict(run.settings), sort_keys=True)}\n"
+    head = origin_as_comment(origin)
     replace_file(run.sidecar, (head + yaml.safe_dump(settings, sort_keys=False)).encode())
-
-
-def _placed(value: Any, output: Path) -> Any:
-    if isinstance(value, str):
-        return value.replace("{output}", str(output))
-    return [_placed(item, output) for item in value] if isinstance(value, list) else value
 
 
 def _learnt(run: PlannedRun) -> dict[str, Any]:
@@ -240,17 +175,6 @@ def _learnt(run: PlannedRun) -> dict[str, Any]:
     if run.budget_from is not None:
         found["gnmr.max_recovered"] = recovered_after_each_step(RecordedRun(run.budget_from))
     return found
-
-
-def _check_sidecar(run: PlannedRun) -> None:
-    try:
-        head = run.sidecar.read_text().partition("\n")[0].removeprefix("# ")
-    except OSError:
-        return
-    if json.loads(head) != json.loads(json.dumps(dict(run.settings))):
-        raise ConfigError(
-            f"{run.folder}: was started with other settings ({run.sidecar}); remove it, or give another --output"
-        )
 
 
 def recovered_after_each_step(run: RecordedRun) -> dict[int, int]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from gnmr_megatron.analysis.experiments.matrix import PlannedRun
+from gnmr_megatron.analysis.experiments.origin import MANIFEST
+from gnmr_megatron.analysis.experiments.planned_run import PlannedRun
 from gnmr_megatron.analysis.experiments.suite import Arm, Size, Suite
 from gnmr_megatron.errors import DataError
-
-MANIFEST = "manifest.json"
-"""File of a prepared dataset, which is whole where that is there."""
 
 
 def plan_preparation(suite: Suite, size: Size, output: Path) -> list[PlannedRun]:
@@ -23,22 +22,27 @@ def plan_preparation(suite: Suite, size: Size, output: Path) -> list[PlannedRun]
             folder=output / name,
             base=size.base,
             settings={**settings, "seed": size.seeds[0], **size.preparation.get(name, {})},
+            datasets=suite.datasets,
         )
         for name, settings in suite.preparation.items()
     ]
 
 
-def prepare_datasets(suite: Suite, output: Path) -> None:
-    """Make the datasets of a suite that are not there.
+def prepare_datasets(suite: Suite, output: Path, runs: Sequence[PlannedRun]) -> None:
+    """Make the datasets of a suite.
+
+    Once a run was started one that is there stays as it is, though its inputs may have changed: all runs are to read
+    the same.
 
     Raises:
         DataError: one cannot be made; what `prepare-data` says.
     """
+    is_started = any(run.sidecar.exists() for run in runs)
     for command in dataset_commands(suite, output):
-        if (Path(command[-1]) / MANIFEST).exists():
+        if is_started and (Path(command[-1]) / MANIFEST).exists():
             continue
         result = subprocess.run(
-            [sys.executable, "-m", "gnmr_megatron", *command],
+            [sys.executable, "-m", "gnmr_megatron", *command, "--overwrite"],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if result.returncode != 0:

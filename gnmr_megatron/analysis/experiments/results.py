@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from gnmr_megatron.analysis.experiments.detection import Detection
-from gnmr_megatron.analysis.experiments.matrix import PlannedRun
+from gnmr_megatron.analysis.experiments.planned_run import PlannedRun
 from gnmr_megatron.analysis.experiments.suite import Suite
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.observability.events import FinishEvent, StepEvent
