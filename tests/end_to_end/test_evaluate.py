@@ -19,6 +19,7 @@ import yaml
 
 from gnmr_megatron.cli.main import main
 from gnmr_megatron.distributed.process_groups import stop_process_groups
+from gnmr_megatron.errors import ConfigError
 from tests.benchmark_data import write_benchmarks, write_subjects, write_texts
 from tests.conftest import TINY, options
 from tests.tiny_llama import save_llama
@@ -287,11 +288,81 @@ def test_greedy_texts_are_those_of_the_harness_s_own_backend(world, theirs, tmp_
     assert [samples[number]["resps"][0][0] for number in range(6)] == expected
     assert len(set(expected)) > 1
 
+    short = ("--max-length", 24, "--json", "--output", tmp_path / "short")
+    told = json.loads(done("evaluate", world / "llama", *arguments, *short))
+    assert told["truncated"] == 6  # to the 12 tokens that leave room for as many
+    lines = (tmp_path / "short/samples_continue.jsonl").read_text().splitlines()
+    samples = {entry["doc_id"]: entry for entry in map(json.loads, lines)}
+    theirs._max_length = 24
+    try:
+        cut = [theirs.generate_until([request])[0] for request in requests]
+    finally:
+        theirs._max_length = None
+    assert [samples[number]["resps"][0][0] for number in range(6)] == cut
+    assert cut != expected
+
     task["generation_kwargs"] = {"until": ["."], "do_sample": True, "temperature": 0.7}
     (tmp_path / "tasks/continue.yaml").write_text(json.dumps(task))
     code, _, err = verb("evaluate", world / "llama", *arguments)
     stop_process_groups()
     assert (code, "only greedy decoding is implemented" in err) == (2, True)
+
+
+class Script:
+    """In place of a model: goes on with given tokens, whatever the prompt."""
+
+    def __init__(self, tokens, *, replica=0):
+        self.tokens, self.replica, self.num_replicas, self.asked = tokens, replica, 2, []
+
+    def next_tokens(self, inputs):
+        self.asked.append(list(inputs))
+        return [self.tokens[len(self.asked) - 1]] * len(inputs)
+
+
+def generating(world, monkeypatch, script):
+    """Answers to generation requests, as one of two replicas has them, of which the other has none."""
+    from lm_eval.api.instance import Instance
+    from transformers import AutoTokenizer
+
+    from gnmr_megatron.training.harness import language_model
+
+    monkeypatch.setattr(language_model, "gather_from_all", lambda own: [own, {}])
+    tokenizer = AutoTokenizer.from_pretrained(world / "exported")
+    model = language_model.MegatronLM(script, tokenizer, max_length=32, batch_size=4)
+
+    def answer(prompt, **settings):
+        return model.generate_until([Instance("generate_until", {}, (prompt, settings), 0)])[0]
+
+    return tokenizer, answer
+
+
+def test_a_stop_sequence_may_be_a_special_token_or_text_across_tokens(world, monkeypatch):
+    script = Script([])
+    tokenizer, answer = generating(world, monkeypatch, script)
+    (word,) = tokenizer.encode(" dog", add_special_tokens=False)
+    script.tokens = [word, tokenizer.bos_token_id, word, word]
+    assert answer("The", until=[tokenizer.bos_token], max_gen_toks=4) == " dog"
+    assert len(script.asked) == 2  # and not to the end
+    script.asked.clear()
+    assert answer("The", until=["g d"], max_gen_toks=4) == " do"
+    assert len(script.asked) == 3
+
+
+def test_an_empty_prompt_begins_with_the_token_of_a_text_s_begin(world, monkeypatch):
+    script = Script([0, 0])
+    tokenizer, answer = generating(world, monkeypatch, script)
+    tokenizer.backend_tokenizer.post_processor = None  # which puts a begin before all texts
+    assert tokenizer.encode("") == []
+    answer("", until=["."], max_gen_toks=1)
+    assert script.asked[0] == [[tokenizer.bos_token_id]]
+
+
+def test_a_replica_that_answers_nothing_finds_what_is_wrong_too(world, monkeypatch):
+    _, answer = generating(world, monkeypatch, Script([], replica=1))
+    with pytest.raises(ConfigError, match="only greedy decoding"):
+        answer("The", until=["."], do_sample=True, temperature=0.5)
+    with pytest.raises(ConfigError, match=r"generates 32 tokens, which leaves no room .* in 32"):
+        answer("The", until=["."], max_gen_toks=32)
 
 
 @pytest.fixture(scope="module")

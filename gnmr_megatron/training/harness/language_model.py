@@ -137,6 +137,8 @@ class MegatronLM(TemplateLM):
             by_settings.setdefault(repr(request.args[1]), []).append(index)
         batches: list[list[int]] = []
         for indices in by_settings.values():
+            # all replicas find what is wrong, those that answer none of these requests, too
+            self._generation_settings(requests[indices[0]])
             ordered = sorted(indices, key=lambda index: -len(requests[index].args[0]))
             batches += [
                 ordered[start : start + self._batch_size]
@@ -152,21 +154,11 @@ class MegatronLM(TemplateLM):
 
     def _generate(self, requests: Sequence[Instance]) -> list[tuple[str, bool]]:
         """Texts of requests with the same settings, and whether their prompts were cut."""
-        settings = dict(normalize_gen_kwargs(requests[0].args[1], MAX_GENERATED))
-        if settings.get("do_sample"):
-            raise ConfigError(
-                f"{requests[0].task_name}: asks for sampling (do_sample), but only greedy decoding is implemented"
-            )
-        end = self.tokenizer.decode(self.eot_token_id)
-        until = handle_stop_sequences(settings["until"], eos=end)
-        wanted = settings["max_gen_toks"]
+        until, wanted = self._generation_settings(requests[0])
         room = self.max_length - wanted
-        if room < 1:
-            raise ConfigError(
-                f"--max-length: {requests[0].task_name} generates {wanted} tokens, which leaves no room for a prompt "
-                f"in {self.max_length}"
-            )
-        prompts = [self.tok_encode(request.args[0]) for request in requests]
+        prompts = [
+            self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests
+        ]
         inputs = [tokens[-room:] for tokens in prompts]
         starts = [len(tokens) for tokens in inputs]
         running = list(range(len(inputs)))
@@ -183,6 +175,23 @@ class MegatronLM(TemplateLM):
             (postprocess_generated_text(self._text(row[start:]), until, None), len(prompt) > room)
             for row, start, prompt in zip(inputs, starts, prompts, strict=True)
         ]
+
+    def _generation_settings(self, request: Instance) -> tuple[list[str], int]:
+        """What ends a text, and the most tokens of it."""
+        settings = dict(normalize_gen_kwargs(request.args[1], MAX_GENERATED))
+        if settings.get("do_sample"):
+            raise ConfigError(
+                f"{request.task_name}: asks for sampling (do_sample), but only greedy decoding is implemented"
+            )
+        end = self.tokenizer.decode(self.eot_token_id)
+        until: list[str] = handle_stop_sequences(settings["until"], eos=end)
+        wanted: int = settings["max_gen_toks"]
+        if wanted >= self.max_length:
+            raise ConfigError(
+                f"--max-length: {request.task_name} generates {wanted} tokens, which leaves no room for a prompt in "
+                f"{self.max_length}"
+            )
+        return until, wanted
 
     def _is_done(self, tokens: Sequence[int], until: Sequence[str]) -> bool:
         # a stop sequence may be a special token, or text that one interrupts

@@ -179,6 +179,26 @@ def test_switched_units_and_a_history_that_began_anew_are_told(tmp_path):
     assert found.warnings[1].startswith("history began anew with step 301")
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_told"),
+    [({}, False), ({"history": "per_path"}, True), ({"fold_switches": False}, True)],
+)
+def test_histories_that_the_fit_does_not_know_are_told(tmp_path, changes, is_told):
+    config = ControlConfig(**changes)
+    run = RecordedRun(record(tmp_path / "run", steady_norms(600), config, step_events=False))
+    assert run.matrix.recovered.any()
+    found = calibrate(run, target=TARGET, max_recovered=4)
+    assert any("with one history of all norms" in text for text in found.warnings) == is_told
+
+
+def test_a_fit_that_misses_the_target_is_told(tmp_path):
+    # norms that are all the same: no threshold lets one of a hundred pass
+    same = RecordedRun(record(tmp_path / "run", np.ones((600, UNITS)), MONITOR, step_events=False))
+    found = calibrate(same, target=TARGET, max_recovered=4)
+    assert found.chosen.fit.exceedances == 0
+    assert any("the fit itself misses the target: 0.000%" in text for text in found.warnings)
+
+
 def test_what_cannot_be_calibrated_is_refused(steady, tmp_path):
     run = RecordedRun(steady)
     with pytest.raises(ConfigError, match=r"--target-exceedance: 0\.5 must be"):
