@@ -108,14 +108,15 @@ class _Trace:
 
     @classmethod
     def of(cls, run: RecordedRun) -> _Trace:
-        begin, was_on = 0, True
+        begin, end, was_on = 0, 0, True
         config = None
         for segment, rows in segment_rows(run):
-            if segment.restarts_history or not was_on:
-                begin = rows.start
-            was_on = segment.config.mode != "disabled"
-            config = segment.config if was_on else config
-            end = rows.stop if was_on else rows.start
+            is_on = segment.config.mode != "disabled"
+            if is_on:
+                if segment.restarts_history or not was_on:
+                    begin = rows.start
+                config, end = segment.config, rows.stop
+            was_on = is_on
         if config is None or end <= begin:
             raise DataError(f"{run.folder}: has no steps with norms since its history last began")
         matrix = run.matrix

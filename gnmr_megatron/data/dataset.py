@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch.distributed as dist
 import torch.utils.data
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -50,12 +55,13 @@ def open_datasets(
             )
         )
     prefixes = [str(prefix) for prefix in info.prefixes]
+    cache = info.prefixes[0].parent / CACHE
     settings = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=config.sequence_length,
         blend=(prefixes, config.weights),
         split=config.split,
-        path_to_cache=str(Path(prefixes[0]).parent / CACHE),
+        path_to_cache=str(cache),
         tokenizer=DatasetTokenizer(
             vocab_size=info.vocab_size, eod=info.eod, fingerprint=info.tokenizer_fingerprint
         ),
@@ -66,10 +72,40 @@ def open_datasets(
     )
     for prefix in prefixes:
         _check_split(prefix, config.split, settings.split_matrix)
-    train, valid, _ = BlendedMegatronDatasetBuilder(
-        GPTDataset, [train_samples, valid_samples, 0], lambda: True, settings
-    ).build()
+    with _whole_cache(cache):
+        train, valid, _ = BlendedMegatronDatasetBuilder(
+            GPTDataset, [train_samples, valid_samples, 0], lambda: True, settings
+        ).build()
     return Datasets(train, valid)
+
+
+@contextlib.contextmanager
+def _whole_cache(folder: Path) -> Iterator[None]:
+    """Let only one run at a time write into the cache, and remove what a killed one left unfinished.
+
+    The engine takes every file that is there for a whole one. Runs of other hosts wait, too, where the file system has
+    locks.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        yield  # only rank 0 writes, and others wait for it
+        return
+    try:
+        folder.mkdir(exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except (
+        OSError
+    ):  # not to be written: what is there is used, or the engine says what it cannot write
+        yield
+        return
+    with lock:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        for path in folder.glob("*.npy"):
+            try:
+                np.load(path, mmap_mode="r")
+            except (OSError, ValueError, EOFError):
+                path.unlink(missing_ok=True)
+        yield
 
 
 def _check_split(prefix: str, split: str, matrix: list[tuple[float, float]]) -> None:

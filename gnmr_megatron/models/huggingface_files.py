@@ -131,7 +131,10 @@ class HuggingFaceFolder:
                 yield f"{self.path}: has no tensor {name}"
             elif stored.shape != shape:
                 yield f"{stored.path}: {name} has shape {list(stored.shape)}, {CONFIG} needs {list(shape)}"
-        dtypes = {stored.dtype: name for name, stored in self.tensors.items() if name in shapes}
+        of_the_model = {*shapes, "lm_head.weight"}  # a tied copy, too: it is compared
+        dtypes = {
+            stored.dtype: name for name, stored in self.tensors.items() if name in of_the_model
+        }
         for dtype, name in dtypes.items():
             if dtype not in DTYPES:
                 yield f"{self.tensors[name].path}: {name} is of type {dtype}, only {', '.join(DTYPES)} are read"
@@ -147,7 +150,10 @@ class HuggingFaceFolder:
 
     def _tied_problems(self) -> Iterator[str]:
         head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-        if embedding in self.tensors and not torch.equal(*self.read([head, embedding])):
+        both = [self.tensors[name] for name in (head, embedding) if name in self.tensors]
+        if len(both) < 2 or any(stored.dtype not in DTYPES for stored in both):
+            return  # told by then
+        if not torch.equal(*self.read([head, embedding])):
             yield (
                 f"{self.tensors[head].path}: {head} is not {embedding}, but tie_word_embeddings in {CONFIG} "
                 "says so"

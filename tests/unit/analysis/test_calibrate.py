@@ -199,6 +199,19 @@ def test_a_fit_that_misses_the_target_is_told(tmp_path):
     assert any("the fit itself misses the target: 0.000%" in text for text in found.warnings)
 
 
+def test_attempts_without_control_end_a_trace_and_leave_it_whole(tmp_path):
+    off = ControlConfig(mode="disabled")
+    attempts = [Attempt(1, MONITOR), Attempt(701, off), Attempt(711, off)]
+    norms = steady_norms(720)
+    run = RecordedRun(record(tmp_path / "off", norms, attempts, step_events=False))
+    found = calibrate(run, target=TARGET, max_recovered=4)
+    assert (found.chosen.fit.first_step, found.chosen.held_out.last_step) == (11, 700)
+    attempts = [Attempt(1, MONITOR), Attempt(101, off), Attempt(111, off), Attempt(121, MONITOR)]
+    run = RecordedRun(record(tmp_path / "on", norms, attempts, step_events=False))
+    found = calibrate(run, target=TARGET, max_recovered=4)
+    assert (found.chosen.fit.first_step, found.chosen.held_out.last_step) == (131, 720)
+
+
 def test_what_cannot_be_calibrated_is_refused(steady, tmp_path):
     run = RecordedRun(steady)
     with pytest.raises(ConfigError, match=r"--target-exceedance: 0\.5 must be"):

@@ -1,3 +1,6 @@
+import fcntl
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -181,3 +184,38 @@ def test_context_parallel_ranks_share_a_sequence_from_both_ends():
     # as many keys before the tokens of either rank
     assert len({int(part.position_ids.sum()) for part in parts}) == 1
     assert batch.of_context_rank(0, 1) is batch
+
+
+def test_an_order_that_a_killed_run_left_unfinished_is_made_again(prepared):
+    whole = tokens(batches(open_all(prepared, samples=72).train), 36)
+    files = sorted(
+        (prepared / "a/index_cache").glob("*_index.npy"), key=lambda p: p.stat().st_mtime
+    )
+    content = files[-1].read_bytes()
+    for left in (content[: len(content) // 2], b""):
+        files[-1].write_bytes(left)
+        assert torch.equal(tokens(batches(open_all(prepared, samples=72).train), 36), whole)
+        assert files[-1].read_bytes() == content
+
+
+def test_a_run_waits_while_another_writes_the_order(prepared):
+    open_all(prepared, samples=80)
+    opened = threading.Thread(target=open_all, args=(prepared,), kwargs={"samples": 80})
+    with (prepared / "a/index_cache/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        opened.start()
+        opened.join(timeout=1)
+        assert opened.is_alive()
+    opened.join(timeout=30)
+    assert not opened.is_alive()
+
+
+def test_an_order_that_is_there_is_used_where_nothing_can_be_written(prepared, tmp_path):
+    expected = tokens(batches(open_all(prepared, samples=88).train), 44)
+    lock = prepared / "a/index_cache/.lock"
+    lock.unlink()
+    lock.mkdir()  # so that it cannot be opened, not even by root
+    try:
+        assert torch.equal(tokens(batches(open_all(prepared, samples=88).train), 44), expected)
+    finally:
+        lock.rmdir()

@@ -364,17 +364,17 @@ def test_a_copy_of_tied_embeddings_must_be_equal(tmp_path):
     save_llama(tmp_path / "tied", tied=True)
     path, _ = shard_of(tmp_path / "tied", "model.embed_tokens.weight")
     tensors = load_file(path)
-    for output, head in ((1, "equal"), (2, "another")):
-        copy = tensors["model.embed_tokens.weight"] + (head == "another")
-        save_file({**tensors, "lm_head.weight": copy}, path)
-        change_index(tmp_path / "tied", {"lm_head.weight": path.name})
-        if head == "equal":
-            huggingface_to_megatron(tmp_path / "tied", tmp_path / str(output))
-        else:
-            with pytest.raises(
-                DataError, match=r"lm_head\.weight is not model\.embed_tokens\.weight"
-            ):
-                huggingface_to_megatron(tmp_path / "tied", tmp_path / str(output))
+    embedding = tensors["model.embed_tokens.weight"]
+    change_index(tmp_path / "tied", {"lm_head.weight": path.name})
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, path)
+    huggingface_to_megatron(tmp_path / "tied", tmp_path / "equal")
+    for head, message in (
+        (embedding + 1, r"lm_head\.weight is not model\.embed_tokens\.weight"),
+        (embedding.double(), r"lm_head\.weight is of type F64"),
+    ):
+        save_file({**tensors, "lm_head.weight": head}, path)
+        with pytest.raises(DataError, match=message):
+            huggingface_to_megatron(tmp_path / "tied", tmp_path / "refused")
 
 
 def test_what_exists_is_not_overwritten_and_a_failed_conversion_leaves_nothing(
