@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from gnmr_megatron.data.instruction.options import TEMPLATE_FILE, TOKENIZER_CONFIG
 from gnmr_megatron.data.manifest import MANIFEST
 from gnmr_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from gnmr_megatron.errors import ConfigError, DataError, GnmrError
@@ -24,10 +25,10 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that is there
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 _CARRIED = (
     *_TOKENIZERS,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
+    TEMPLATE_FILE,
     _GENERATION,
 )
 
@@ -40,11 +41,13 @@ class Companions:
         tokenizer: the tokenizer that they were trained with, or None.
         fields: fields of config.json.
         files: files to copy, by their names in the folder.
+        template: chat template in place of that of the files, or None.
     """
 
     tokenizer: Tokenizer | None
     fields: Mapping[str, Any]
     files: Mapping[str, Path] = field(default_factory=dict)
+    template: str | None = None
 
 
 def tokenizer_in(folder: Path, fingerprint: str | None = None) -> Tokenizer | None:
@@ -73,7 +76,7 @@ def companions_of(
     """What goes along with a checkpoint.
 
     That is what came with it when it was converted, or with the checkpoint that its run started from; else the
-    tokenizer of the run's data.
+    tokenizer of the run's data. The chat template is that of the conversations that the run read, if it read any.
 
     Args:
         checkpoint: its folder.
@@ -109,11 +112,13 @@ def write_companions(companions: Companions, config: Mapping[str, Any], folder: 
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         given = {key: config[key] for key in ids if config.get(key) is not None}
         _write_json(folder / _GENERATION, {"_from_model_config": True, **given})
+    if companions.template is not None:  # which counts more than one in tokenizer_config.json
+        (folder / TEMPLATE_FILE).write_text(companions.template, encoding="utf-8")
     tokenizer = companions.tokenizer
     if tokenizer is None:
         return None
-    if "tokenizer_config.json" not in companions.files:
-        _write_json(folder / "tokenizer_config.json", _tokenizer_settings(tokenizer))
+    if TOKENIZER_CONFIG not in companions.files:
+        _write_json(folder / TOKENIZER_CONFIG, _tokenizer_settings(tokenizer))
     return next(name for name, path in companions.files.items() if path == tokenizer.path)
 
 
@@ -133,7 +138,8 @@ def _of_checkpoint(checkpoint: Path, fingerprint: str | None) -> Companions | No
             found = _of_checkpoint(find_checkpoint(Path(initial)), fingerprint)
         except GnmrError:  # it is gone; the data tell the tokenizer
             found = None
-    return found or _of_data(run["data"], length)
+    found = found or _of_data(run["data"], length)
+    return found and replace(found, template=_template_of_data(run["data"]) or found.template)
 
 
 def _of_folder(folder: Path, fingerprint: str | None) -> Companions | None:
@@ -167,6 +173,16 @@ def _of_data(data: Mapping[str, Any], sequence_length: int) -> Companions | None
         "eos_token_id": tokenizer.eod,
     }
     return Companions(tokenizer, fields, {name: tokenizer.path})
+
+
+def _template_of_data(data: Mapping[str, Any]) -> str | None:
+    """The chat template that a run's conversations were written with; None for text."""
+    try:
+        found = json.loads((Path(data["datasets"][0]) / TOKENIZER_CONFIG).read_text("utf-8"))
+        template = found["chat_template"]
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None
+    return template if isinstance(template, str) else None
 
 
 def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:

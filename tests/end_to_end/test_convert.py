@@ -107,6 +107,26 @@ def test_a_tuned_run_is_exported_with_the_tokenizer_and_settings_it_came_with(wo
     assert model.config.rope_parameters["rope_type"] == "llama3"
 
 
+def test_a_chat_template_of_the_run_s_own_data_is_exported_with_it(world, tmp_path):
+    template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    messages = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sat"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 60)
+    how = ("--format", "chat", "--chat-template", template, "--workers", 1)
+    source = ("--tokenizer-from", world / "llama/huggingface", "--output", tmp_path / "chats")
+    done("prepare-data", tmp_path / "chats.jsonl", *how, *source)
+    settings = {
+        **FREE, "data.datasets": f"[{tmp_path / 'chats'}]", "runs_dir": tmp_path, "name": "chat",
+        "train.steps": 2, "optimizer.warmup_steps": 1, "data.sequence_length": 64, "data.split": "50,50,0",
+    }  # fmt: skip
+    trained = run_cli("train", "--config", world / "llama/config.yaml", *options(settings))
+    assert trained.returncode == 0, trained.stderr
+    done("convert", "megatron-to-hf", tmp_path / "chat", "--output", tmp_path / "hf")
+    ours = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    end = ours.eos_token
+    assert ours.apply_chat_template(messages, tokenize=False) == f"[user] a cat{end}[assistant] sat{end}"  # fmt: skip
+    assert AutoTokenizer.from_pretrained(world / "hf").chat_template != ours.chat_template
+
+
 def test_main_parameters_of_a_sharded_optimizer_start_from_the_weights_too(world):
     done("convert", "megatron-to-hf", world / "sharded", "--output", world / "sharded-hf")
     before, after = tensors_of(world / "hf"), tensors_of(world / "sharded-hf")
