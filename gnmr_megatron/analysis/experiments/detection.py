@@ -31,16 +31,21 @@ class InjectedFault:
     """A fault as the event log has it.
 
     Attributes:
-        kind: of the fault.
+        message: its kind, and how strong it is.
         first: its first step.
         last: its last step.
         units: whom it concerns; all where it is empty.
     """
 
-    kind: str
+    message: str
     first: int
     last: int
     units: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """The kind of the fault."""
+        return self.message.split()[0]
 
 
 @dataclass(frozen=True)
@@ -113,17 +118,16 @@ def injected_faults(run: RecordedRun) -> Iterator[InjectedFault]:
     """Faults that a decision can answer; steps in a row are one."""
     going: dict[tuple[str, tuple[str, ...]], InjectedFault] = {}
     for event in run.events_of(FaultEvent):
-        kind = event.message.split()[0]
-        if event.kind != "injected" or kind not in ANSWERABLE:
+        if event.kind != "injected" or event.message.split()[0] not in ANSWERABLE:
             continue
-        key = (kind, tuple(event.units))
+        key = (event.message, tuple(event.units))
         before = going.get(key)
         if before is not None and before.last == event.step - 1:
-            going[key] = InjectedFault(kind, before.first, event.step, before.units)
+            going[key] = InjectedFault(event.message, before.first, event.step, before.units)
             continue
         if before is not None:
             yield before
-        going[key] = InjectedFault(kind, event.step, event.step, key[1])
+        going[key] = InjectedFault(event.message, event.step, event.step, key[1])
     yield from going.values()
 
 

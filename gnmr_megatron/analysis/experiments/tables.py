@@ -99,19 +99,19 @@ def faults_as_markdown(answers: Mapping[str, Sequence[Answer]]) -> str:
         "| fault | arm | count | answered % | delay | norm raised | loss after |",
         "|---|---|---|---|---|---|---|",
     ]
-    kinds = {answer.fault.kind for found in answers.values() for answer in found}
-    for kind in sorted(kinds):
+    faults = {answer.fault.message for found in answers.values() for answer in found}
+    for fault in sorted(faults):
         for arm, found in answers.items():
-            own = [answer for answer in found if answer.fault.kind == kind]
+            own = [answer for answer in found if answer.fault.message == fault]
             if own:
                 one = Detection(tuple(own), 0, 0)
                 known = [answer.raised for answer in own if not math.isnan(answer.raised)]
                 raised = statistics.median(known) if known else math.nan
                 loss = Interval.of(answer.excess_loss for answer in own).text(3)
-                cells = [kind, arm, f"{len(own)}", f"{100 * one.hit_rate:.0f}", f"{one.delay:.1f}",
+                cells = [fault, arm, f"{len(own)}", f"{100 * one.hit_rate:.0f}", f"{one.delay:.1f}",
                          f"{raised:.1f}", loss]  # fmt: skip
                 lines.append(f"| {' | '.join(cell.replace('nan', '-') for cell in cells)} |")
-    return "\n".join([*lines, ""]) if kinds else ""
+    return "\n".join([*lines, ""]) if faults else ""
 
 
 def ranking_as_markdown(

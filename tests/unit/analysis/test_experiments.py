@@ -9,12 +9,17 @@ import pytest
 import yaml
 
 from gnmr_megatron.analysis.experiments.correlation import Correlation, correlations, spearman
-from gnmr_megatron.analysis.experiments.detection import detection, injected_faults
+from gnmr_megatron.analysis.experiments.detection import (
+    Answer,
+    InjectedFault,
+    detection,
+    injected_faults,
+)
 from gnmr_megatron.analysis.experiments.matrix import plan
 from gnmr_megatron.analysis.experiments.preparation import plan_preparation
 from gnmr_megatron.analysis.experiments.results import Gap, Interval, RunFigures, by_arm
 from gnmr_megatron.analysis.experiments.suite import Suite, find_suite
-from gnmr_megatron.analysis.experiments.tables import as_json, as_markdown
+from gnmr_megatron.analysis.experiments.tables import as_json, as_markdown, faults_as_markdown
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.control.units import Unit, UnitTable
 from gnmr_megatron.errors import ConfigError
@@ -264,6 +269,23 @@ def test_a_fault_is_answered_by_a_decision_on_one_of_its_units(tmp_path):
     assert [answer.delay for answer in found.answers] == [2, None]
     assert found.hit_rate == 0.5
     assert found.false_rate == 2 / 60  # steps 3 and 16
+
+
+def test_faults_are_told_by_kind_and_strength(tmp_path):
+    strong, weak = "stale_scale factor 16", "stale_scale factor 0.05"
+    answers = [
+        Answer(InjectedFault(strong, 3, 9, (IDS[0],)), 0, 4.0, 0.5),
+        Answer(InjectedFault(strong, 13, 19, (IDS[0],)), 2, 6.0, 0.7),
+        Answer(InjectedFault(weak, 3, 9, (IDS[1],)), None, 0.5, math.nan),
+        Answer(InjectedFault("bad_batch", 3, 3, ()), 1, math.nan, 1.25),
+    ]
+    table = faults_as_markdown({"gnmr": answers}).splitlines()
+    assert table[-3:] == [
+        "| bad_batch | gnmr | 1 | 100 | 1.0 | - | 1.250 |",
+        f"| {weak} | gnmr | 1 | 0 | - | 0.5 | - |",
+        # t(0.975; 1) = 12.706
+        f"| {strong} | gnmr | 2 | 100 | 1.0 | 5.0 | 0.600 ± {12.706 * 0.1:.3f} |",
+    ]
 
 
 def test_a_fault_of_the_whole_batch_is_answered_by_any_unit(tmp_path):
