@@ -5,6 +5,7 @@ import pytest
 from tests.distributed.layout_matrix import (
     LAYOUTS,
     MODES,
+    TESTED_STEPS,
     instruction_cases,
     launch,
     matrix_cases,
@@ -19,7 +20,7 @@ def runs(dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp("layouts")
     chats = prepare_chats(folder / "chats", dataset)
     for world_size in LAYOUTS:
-        cases = matrix_cases(world_size, folder, dataset)
+        cases = matrix_cases(world_size, folder, dataset, steps=TESTED_STEPS)
         cases += instruction_cases(world_size, folder, chats)
         if world_size == 1:
             cases += [mode_case(name, folder, dataset) for name in MODES]

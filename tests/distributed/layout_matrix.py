@@ -62,19 +62,11 @@ LAYOUTS = {
 WORLD_SIZES = {name: size for size, layouts in LAYOUTS.items() for name in layouts}
 ALL = {name: settings for layouts in LAYOUTS.values() for name, settings in layouts.items()}
 MATRIX_STEPS = 60
-SAVED_STEP = 30
-LONG = {
-    "precision.low": "fp32",
-    "precision.recovery": "fp32",
-    "train.steps": MATRIX_STEPS,
-    "optimizer.decay_steps": MATRIX_STEPS,
-    "checkpoint.interval": SAVED_STEP,
-    "train.eval_interval": SAVED_STEP,
-    "train.micro_batch_size": 4,
-}
+TESTED_STEPS = 14
+EXACT = {"precision.low": "fp32", "precision.recovery": "fp32"}
 PRECISIONS = {
-    "exact": LONG,
-    "tied": LONG | {"model.tie_embeddings": "true"},
+    "exact": EXACT,
+    "tied": EXACT | {"model.tie_embeddings": "true"},
     "bf16": {"precision.low": "bf16", "precision.recovery": "bf16", "model.dtype": "bf16"},
     "int4": {"precision.low": "saved_int4", "precision.recovery": "saved_int8"},
     # blocks of 32 values never cross the shards
@@ -86,6 +78,7 @@ PRECISIONS = {
     # a scale spans the whole sequence, but not the features of other ranks
     "fp8": {"precision.low": "torch_fp8_tensorwise", "precision.recovery": "bf16"},
 }
+LONG_RUNS = ("exact", "tied")
 CHECKED = {
     "exact": [name for name in ALL if name != "one"],
     "tied": ["pp2", "tp2_pp2_sp"],
@@ -114,6 +107,7 @@ MODES = {  # of INT4, on one process
         for recompute in ("none", "core_attn", "full")
     },
 }
+INSTRUCTION_STEPS = 4
 INSTRUCTION = {  # layouts on packed examples, whose completions differ in length
     1: {"one": {}, "recompute": RECOMPUTE},
     2: {"dp2": {}, "dp2_sharded_gather": SHARDED | OVERLAP | GATHER, "cp2": CP2, "pp2": PP2},
@@ -137,7 +131,7 @@ class Difference:
 def case(name, settings, runs_dir, dataset):
     """Command-line options of a run of the tiny model."""
     where = {"data.datasets": f"[{dataset}]", "runs_dir": runs_dir, "name": name}
-    return options({**TINY, **settings, **where})
+    return options({**TINY, "train.micro_batch_size": 4, **settings, **where})
 
 
 def mode_case(name, runs_dir, dataset):
@@ -148,10 +142,21 @@ def mode_case(name, runs_dir, dataset):
     return case(name, settings, runs_dir, dataset)
 
 
-def matrix_cases(world_size, runs_dir, dataset):
-    """The cases of one launch."""
+def matrix_cases(world_size, runs_dir, dataset, *, steps):
+    """The cases of one launch; those on exact paths take so many steps."""
+    length = {
+        "train.steps": steps,
+        "optimizer.decay_steps": steps,
+        "checkpoint.interval": steps // 2,
+        "train.eval_interval": steps // 2,
+    }
     return [
-        case(f"{precision}.{name}", settings | layout, runs_dir, dataset)
+        case(
+            f"{precision}.{name}",
+            settings | layout | (length if precision in LONG_RUNS else {}),
+            runs_dir,
+            dataset,
+        )
         for precision, settings in PRECISIONS.items()
         for name, layout in LAYOUTS[world_size].items()
         if name == "one" or name in CHECKED[precision]
@@ -184,8 +189,9 @@ def instruction_cases(world_size, runs_dir, chats):
         "precision.recovery": "fp32",
         "data.sequence_length": 128,
         "data.split": "90,10,0",
-        "train.steps": 6,
-        "train.eval_interval": 6,
+        "train.micro_batch_size": 2,
+        "train.steps": INSTRUCTION_STEPS,
+        "train.eval_interval": INSTRUCTION_STEPS,
     }
     return [
         case(f"instruction.{name}", settings | layout, runs_dir, chats)
@@ -262,7 +268,8 @@ def main():
         runs_dir = Path(folder)
         dataset = prepare_tiny_dataset(runs_dir / "data")
         for world_size in LAYOUTS:
-            launch(world_size, matrix_cases(world_size, runs_dir, dataset), runs_dir)
+            cases = matrix_cases(world_size, runs_dir, dataset, steps=MATRIX_STEPS)
+            launch(world_size, cases, runs_dir)
         print(*table(runs_dir), sep="\n")
 
 

@@ -26,7 +26,7 @@ def clone(tmp_path_factory):
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_smoke_size_of_a_suite_runs_to_its_report(clone, suite):
     result = run_cli(
-        "experiment", suite, "--smoke", "--jobs", "1", "--json", cwd=clone, timeout=800
+        "experiment", suite, "--smoke", "--jobs", "2", "--json", cwd=clone, timeout=800
     )
     assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout.splitlines()[-1])
