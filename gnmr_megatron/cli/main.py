@@ -93,11 +93,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
     import_engine_leanly()
     try:
-        return int(importlib.import_module(VERBS[verb][0]).run(arguments[1:]))
+        code = int(importlib.import_module(VERBS[verb][0]).run(arguments[1:]))
+        sys.stdout.flush()
+        return code
     except GnmrError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank has met it; one a node tells
             print(f"gnmr-megatron {verb}: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ConfigError | DataError) else RUN_ERROR
+    except BrokenPipeError:  # who reads, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        return RUN_ERROR
     except KeyboardInterrupt:
         print(f"gnmr-megatron {verb}: interrupted", file=sys.stderr)
         return 130

@@ -117,8 +117,10 @@ def test_a_run_with_other_settings_is_refused(taken):
     assert "bf16-s3: was started with other settings (optimizer.lr; see " in line
 
 
-def test_a_run_on_another_base_is_refused(taken, tmp_path):
-    folder = changed(taken, tmp_path, base="name: base\noptimizer: {weight_decay: 0.05}\n")
+@pytest.mark.parametrize("section", ["{weight_decay: 0.05}", "adam.yaml"])
+def test_a_run_on_another_base_is_refused(taken, tmp_path, section):
+    (tmp_path / "adam.yaml").write_text("weight_decay: 0.05\n")
+    folder = changed(taken, tmp_path, base=f"name: base\noptimizer: {section}\n")
     line = refused(experiment(folder))
     assert "bf16-s3: was started with other settings (optimizer.weight_decay; see " in line
 

@@ -1,6 +1,7 @@
 """`gnmr-megatron units`: the table of any preset, without torch and weights."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -134,3 +135,18 @@ def test_it_needs_no_torch():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "decoder.layers.0..7.mlp.linear_fc2" in result.stdout
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_reader_that_has_seen_enough_is_no_error_to_tell(how):
+    seen, written = os.pipe()
+    os.close(seen)
+    result = subprocess.run(
+        [sys.executable, "-m", "gnmr_megatron", "units", RUNS / "llama2_13b.yaml", *how],
+        stdout=written,
+        stderr=subprocess.PIPE,
+        timeout=60,
+        check=False,
+    )
+    os.close(written)
+    assert (result.returncode, result.stderr) == (1, b"")

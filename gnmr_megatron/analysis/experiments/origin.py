@@ -104,18 +104,24 @@ def _own_origin(run: PlannedRun) -> dict[str, Any]:
 
 
 def _base_settings(path: Path) -> dict[str, Any]:
-    """Dotted keys of a configuration file."""
+    """Dotted keys of a configuration file, whose sections may be files of their own."""
+    settings: dict[str, Any] = {}
+    for name, value in _mapping(path).items():
+        is_file = isinstance(value, str) and value.endswith((".yaml", ".yml"))
+        section = _mapping(path.parent / value) if is_file else value
+        if isinstance(section, dict):
+            settings |= {f"{name}.{key}": item for key, item in section.items()}
+        else:
+            settings[name] = section
+    return settings
+
+
+def _mapping(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
-    settings: dict[str, Any] = {}
-    for section, value in content.items():
-        if isinstance(value, dict):
-            settings |= {f"{section}.{key}": item for key, item in value.items()}
-        else:
-            settings[section] = value
-    return settings
+    return content if isinstance(content, dict) else {}
 
 
 def _digest(origin: Mapping[str, Any]) -> str:
