@@ -95,9 +95,9 @@ def run(arguments: Sequence[str]) -> int:
     runs = plan(suite, size, output, _overrides(options.set))
     preparation = plan_preparation(suite, size, output)
     if options.dry_run:
-        _tell_commands(dataset_commands(suite, output), [*preparation, *runs])
+        _tell_commands(dataset_commands(suite, size, output), [*preparation, *runs])
         return 0
-    prepare_datasets(suite, output, [*preparation, *runs])
+    prepare_datasets(suite, size, output, [*preparation, *runs])
     _check([*preparation, *runs])
     failures = _take([*preparation, *runs], at_once=max(1, options.jobs))
     done = [planned for planned in runs if planned.is_done]

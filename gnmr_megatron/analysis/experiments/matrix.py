@@ -54,8 +54,8 @@ def plan(suite: Suite, size: Size, output: Path, overrides: Mapping[str, Any]) -
             },
             budget_from=folder(arm.budget_of, seed),
             calibrated_on=folder(arm.calibrated_on, next_seed[seed]),
-            prepared_by=tuple(output / name for name in suite.preparation),
-            datasets=suite.datasets,
+            prepared_by=tuple(output / name for name in suite.preparation if size.prepares),
+            datasets=suite.datasets if size.prepares else {},
         )
         for arm in arms
         for seed in size.seeds

@@ -25,10 +25,11 @@ def plan_preparation(suite: Suite, size: Size, output: Path) -> list[PlannedRun]
             datasets=suite.datasets,
         )
         for name, settings in suite.preparation.items()
+        if size.prepares
     ]
 
 
-def prepare_datasets(suite: Suite, output: Path, runs: Sequence[PlannedRun]) -> None:
+def prepare_datasets(suite: Suite, size: Size, output: Path, runs: Sequence[PlannedRun]) -> None:
     """Make the datasets of a suite.
 
     Once a run was started one that is there stays as it is, though its inputs may have changed: all runs are to read
@@ -38,7 +39,7 @@ def prepare_datasets(suite: Suite, output: Path, runs: Sequence[PlannedRun]) -> 
         DataError: one cannot be made; what `prepare-data` says.
     """
     is_started = any(run.sidecar.exists() for run in runs)
-    for command in dataset_commands(suite, output):
+    for command in dataset_commands(suite, size, output):
         if is_started and (Path(command[-1]) / MANIFEST).exists():
             continue
         result = subprocess.run(
@@ -49,9 +50,10 @@ def prepare_datasets(suite: Suite, output: Path, runs: Sequence[PlannedRun]) -> 
             raise DataError(f"{command[-1]}: {result.stderr.strip()}")
 
 
-def dataset_commands(suite: Suite, output: Path) -> list[list[str]]:
+def dataset_commands(suite: Suite, size: Size, output: Path) -> list[list[str]]:
     """The verbs that make the datasets of a suite; the last word of each is the dataset's folder."""
     return [
         ["prepare-data", *text.inputs, "--tokenizer-from", text.tokenizer_from, "--output", str(output / name)]
         for name, text in suite.datasets.items()
+        if size.prepares
     ]  # fmt: skip

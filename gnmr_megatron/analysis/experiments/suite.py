@@ -58,6 +58,7 @@ class Size:
         settings: dotted keys on top of the base; arms may change them again.
         arms: names of the arms to run; all where it is empty.
         preparation: dotted keys on top of those of each preparation, by its name.
+        prepares: whether the suite's datasets and preparation are made; where not, settings name others.
     """
 
     base: Path
@@ -65,6 +66,7 @@ class Size:
     settings: Mapping[str, Any] = field(default_factory=dict)
     arms: tuple[str, ...] = ()
     preparation: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    prepares: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,12 +238,16 @@ def _size(path: Path, name: str, content: Any) -> Size:
         raise ConfigError(f"{where}.seeds: must be a list of different whole numbers")
     if not isinstance(arms, list) or any(not isinstance(arm, str) for arm in arms):
         raise ConfigError(f"{where}.arms: must be a list of arms")
+    prepares = plain.get("prepares", True)
+    if not isinstance(prepares, bool):
+        raise ConfigError(f"{where}.prepares: must be true or false")
     return Size(
         base=path.parent / plain["base"],
         seeds=tuple(seeds),
         settings=_mapping(plain.get("settings", {}), f"{where}.settings"),
         arms=tuple(arms),
         preparation=_settings_by_name(plain.get("preparation", {}), f"{where}.preparation"),
+        prepares=prepares,
     )
 
 

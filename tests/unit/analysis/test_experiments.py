@@ -16,7 +16,7 @@ from gnmr_megatron.analysis.experiments.detection import (
     injected_faults,
 )
 from gnmr_megatron.analysis.experiments.matrix import plan
-from gnmr_megatron.analysis.experiments.preparation import plan_preparation
+from gnmr_megatron.analysis.experiments.preparation import dataset_commands, plan_preparation
 from gnmr_megatron.analysis.experiments.results import Gap, Interval, RunFigures, by_arm
 from gnmr_megatron.analysis.experiments.suite import Suite, find_suite
 from gnmr_megatron.analysis.experiments.tables import as_json, as_markdown, faults_as_markdown
@@ -82,6 +82,7 @@ def test_an_arm_wins_over_a_size_and_a_size_over_the_suite(tmp_path):
         ({"arms": {"low": {"settings": None}}}, r"arms.low.settings: must hold `key: value` pairs"),
         ({"arms": {"low": {"settings": {}, "target_exceedance": "1e-3"}}}, r"target_exceedance: must be a number"),
         ({"low": ["low"]}, r"trial.yaml: low: must be text"),
+        ({"sizes": {"s": {"base": "b", "seeds": [1], "prepares": "no"}}}, r"sizes.s.prepares: must be true or false"),
     ],
 )  # fmt: skip
 def test_a_wrong_suite_is_refused_with_its_place(tmp_path, changes, message):
@@ -130,6 +131,24 @@ def test_what_is_prepared_has_settings_of_its_own_and_all_arms_wait_for_it(tmp_p
         assert run.settings["x.from"] == "{output}/start"  # so that a folder may move
         assert run.placed_settings["x.from"] == str(out / "start")
         assert run.placed_settings["x.all"] == [str(out / "text"), 7]
+
+
+def test_a_size_that_prepares_nothing_waits_for_nothing(tmp_path):
+    trial = suite(
+        tmp_path,
+        datasets={"text": {"inputs": ["a"], "tokenizer_from": "b"}},
+        preparation={"start": {"c.d": 5}},
+        sizes={
+            "small": {"base": "b.yaml", "seeds": [1]},
+            "huge": {"base": "b.yaml", "seeds": [1], "prepares": False},
+        },
+    )
+    for name, is_prepared in (("small", True), ("huge", False)):
+        size, out = trial.size(name), tmp_path / "out"
+        assert len(dataset_commands(trial, size, out)) == is_prepared
+        assert len(plan_preparation(trial, size, out)) == is_prepared
+        run = plan(trial, size, out, {})[0]
+        assert (len(run.needs), len(run.datasets)) == (is_prepared, is_prepared)
 
 
 def test_unknown_names_list_what_there_is(tmp_path):
