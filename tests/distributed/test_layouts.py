@@ -24,6 +24,8 @@ from tests.distributed.layout_matrix import (
     losses,
 )
 
+pytestmark = pytest.mark.timeout(1800)  # the launches, on a busy machine
+
 # scales of a tensor are of a rank's features, so tensor parallelism changes them
 SAME = [pair for pair in PAIRS if pair not in {("fp8", "tp2"), ("fp8", "tp2_sp")}]
 TOLERANCES = {

@@ -100,7 +100,7 @@ def faults_as_markdown(answers: Mapping[str, Sequence[Answer]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     faults = {answer.fault.message for found in answers.values() for answer in found}
-    for fault in sorted(faults):
+    for fault in sorted(faults, key=lambda fault: (fault.split()[0], len(fault), fault)):
         for arm, found in answers.items():
             own = [answer for answer in found if answer.fault.message == fault]
             if own:

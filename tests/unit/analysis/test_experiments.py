@@ -301,9 +301,9 @@ def test_faults_are_told_by_kind_and_strength(tmp_path):
     table = faults_as_markdown({"gnmr": answers}).splitlines()
     assert table[-3:] == [
         "| bad_batch | gnmr | 1 | 100 | 1.0 | - | 1.250 |",
-        f"| {weak} | gnmr | 1 | 0 | - | 0.5 | - |",
         # t(0.975; 1) = 12.706
         f"| {strong} | gnmr | 2 | 100 | 1.0 | 5.0 | 0.600 ± {12.706 * 0.1:.3f} |",
+        f"| {weak} | gnmr | 1 | 0 | - | 0.5 | - |",
     ]
 
 
