@@ -56,38 +56,12 @@ examples:
   gnmr-megatron experiment activation_stress --smoke
   gnmr-megatron experiment activation_stress
   gnmr-megatron experiment transient_faults --json
-  gnmr-megatron experiment activation_stress --size llama2_350m --dry-run    # what to start on a cluster"""
+  gnmr-megatron experiment activation_stress --size llama2_350m --launch launch/torchrun_single_node.sh"""
 
 
 def run(arguments: Sequence[str]) -> int:
     """Take a suite."""
-    parser = argparse.ArgumentParser(
-        prog="gnmr-megatron experiment",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("name", help=f"a file of {SUITES} without its ending, or the path of one")
-    parser.add_argument("--size", default="small", help="size of the runs (default: small)")
-    parser.add_argument("--smoke", action="store_true", help=f"short for --size {SMOKE}")
-    parser.add_argument("--output", type=Path, help="folder (default: runs/experiments/NAME-SIZE)")
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=os.cpu_count() or 1,
-        help="runs at a time (default: a core each)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="change a setting of all arms; may be given again",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, take no run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object of the figures")
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     suite = find_suite(options.name, SUITES)
     size_name = SMOKE if options.smoke else options.size
     output = options.output or Path("runs/experiments") / f"{suite.name}-{size_name}"
@@ -95,11 +69,12 @@ def run(arguments: Sequence[str]) -> int:
     runs = plan(suite, size, output, _overrides(options.set))
     preparation = plan_preparation(suite, size, output)
     if options.dry_run:
-        _tell_commands(dataset_commands(suite, size, output), [*preparation, *runs])
+        _tell_commands(dataset_commands(suite, size, output), [*preparation, *runs], options.launch)
         return 0
     prepare_datasets(suite, size, output, [*preparation, *runs])
     _check([*preparation, *runs])
-    failures = _take([*preparation, *runs], at_once=max(1, options.jobs))
+    jobs = options.jobs or (1 if options.launch else _default_jobs())
+    failures = _take([*preparation, *runs], at_once=max(1, jobs), launch=options.launch)
     done = [planned for planned in runs if planned.is_done]
     undisturbed = {
         planned.seed: RecordedRun(planned.folder)
@@ -148,6 +123,42 @@ def run(arguments: Sequence[str]) -> int:
     return 1 if failures else 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gnmr-megatron experiment",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("name", help=f"a file of {SUITES} without its ending, or the path of one")
+    parser.add_argument("--size", default="small", help="size of the runs (default: small)")
+    parser.add_argument("--smoke", action="store_true", help=f"short for --size {SMOKE}")
+    parser.add_argument("--output", type=Path, help="folder (default: runs/experiments/NAME-SIZE)")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        help="runs at a time (default: a core each; 1 with --launch, or where there is a GPU)",
+    )
+    parser.add_argument(
+        "--launch",
+        type=shlex.split,
+        default=[],
+        metavar="COMMAND",
+        help="what starts a run on many processes, in place of `gnmr-megatron train`",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.KEY=VALUE",
+        help="change a setting of all arms; may be given again",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands, take no run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object of the figures")
+    return parser
+
+
 def _check(runs: Sequence[PlannedRun]) -> None:
     """Check the settings of each arm before the first run starts; those that follow from other runs are not known yet.
 
@@ -170,15 +181,22 @@ def _options(planned: PlannedRun) -> list[str]:
     return [f"--{key}={_plain(value)}" for key, value in planned.placed_settings.items()]
 
 
-def _tell_commands(datasets: Sequence[Sequence[str]], runs: Sequence[PlannedRun]) -> None:
+def _default_jobs() -> int:
+    """A core for each run; one at a time where they would share a GPU."""
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+    return 1 if has_gpu else os.cpu_count() or 1
+
+
+def _tell_commands(
+    datasets: Sequence[Sequence[str]], runs: Sequence[PlannedRun], launch: Sequence[str]
+) -> None:
     """What would be typed to take the runs by hand, in order."""
     for command in datasets:
         print(shlex.join(["gnmr-megatron", *command]))
     for planned in runs:
-        print(
-            shlex.join(["gnmr-megatron", "train", "--config", str(planned.base), "--name", planned.folder.name,
-                        "--runs_dir", str(planned.folder.parent), *_options(planned)])
-        )  # fmt: skip
+        where = ["--name", planned.folder.name, "--runs_dir", str(planned.folder.parent)]
+        verb = launch or ("gnmr-megatron", "train")
+        print(shlex.join([*verb, "--config", str(planned.base), *where, *_options(planned)]))
 
 
 def _overrides(items: Sequence[str]) -> dict[str, Any]:
@@ -204,7 +222,7 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _take(runs: Sequence[PlannedRun], *, at_once: int) -> list[str]:
+def _take(runs: Sequence[PlannedRun], *, at_once: int, launch: Sequence[str]) -> list[str]:
     """Take the runs, with a bar on a terminal and a line a run elsewhere; on standard error."""
     console = Console(stderr=True)
     going: set[str] = set()
@@ -230,7 +248,7 @@ def _take(runs: Sequence[PlannedRun], *, at_once: int) -> list[str]:
             if not console.is_terminal:
                 console.print(f"{what:8} {name}", highlight=False)
 
-        return take(runs, at_once=at_once, tell=tell)
+        return take(runs, at_once=at_once, tell=tell, launch=launch)
 
 
 def _kept_bytes(planned: PlannedRun) -> float:

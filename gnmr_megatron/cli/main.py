@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import select
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 from gnmr_megatron import __version__
 from gnmr_megatron.distributed.engine_import import import_engine_leanly
@@ -100,12 +102,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # every rank has met it; one a node tells
             print(f"gnmr-megatron {verb}: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ConfigError | DataError) else RUN_ERROR
-    except BrokenPipeError:  # who reads, such as `head`, has seen enough
+    except BrokenPipeError:
+        if not _is_abandoned(sys.stdout):
+            raise
+        # who reads, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
         return RUN_ERROR
     except KeyboardInterrupt:
         print(f"gnmr-megatron {verb}: interrupted", file=sys.stderr)
         return 130
+
+
+def _is_abandoned(stream: TextIO) -> bool:
+    """Whether a pipe has no reader any more."""
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _help() -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from gnmr_megatron.data.instruction.dataset import PackedExamples
 from gnmr_megatron.data.manifest import CACHE, DatasetInfo
 from gnmr_megatron.data.tokenizer import DatasetTokenizer
 from gnmr_megatron.errors import DataError
+
+LOCK = ".lock"
+LOCK_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -91,21 +96,42 @@ def _whole_cache(folder: Path) -> Iterator[None]:
         return
     try:
         folder.mkdir(exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = (folder / LOCK).open("w")
     except (
         OSError
     ):  # not to be written: what is there is used, or the engine says what it cannot write
         yield
         return
     with lock:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        _wait_for(lock, folder)
         for path in folder.glob("*.npy"):
             try:
                 np.load(path, mmap_mode="r")
-            except (OSError, ValueError, EOFError):
+            except (ValueError, EOFError):
                 path.unlink(missing_ok=True)
         yield
+
+
+def _wait_for(lock: IO[str], folder: Path) -> None:
+    started, is_told = time.monotonic(), False
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waited = time.monotonic() - started
+        except OSError:  # a file system without locks
+            return None
+        if waited > LOCK_SECONDS:
+            raise DataError(
+                f"{folder}: another run has been writing the order of samples for {LOCK_SECONDS:.0f} s; see whether it "
+                f"stands still, with: fuser {folder / LOCK}"
+            )
+        if waited > 5 and not is_told:
+            logging.getLogger(__name__).warning(
+                "%s: waiting for another run, which writes its order of samples", folder
+            )
+            is_told = True
+        time.sleep(0.1)
 
 
 def _check_split(prefix: str, split: str, matrix: list[tuple[float, float]]) -> None:

@@ -22,14 +22,14 @@ FILES = "huggingface"
 """Folder of a converted checkpoint with what came beside the weights."""
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # the first that is there
-_CONFIG, _GENERATION = "config.json", "generation_config.json"
+_CONFIG, GENERATION = "config.json", "generation_config.json"
 _CARRIED = (
     *_TOKENIZERS,
     TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     TEMPLATE_FILE,
-    _GENERATION,
+    GENERATION,
 )
 
 
@@ -41,13 +41,13 @@ class Companions:
         tokenizer: the tokenizer that they were trained with, or None.
         fields: fields of config.json.
         files: files to copy, by their names in the folder.
-        template: chat template in place of that of the files, or None.
+        chat: chat template, and the special tokens that it writes by their names, in place of those of the files.
     """
 
     tokenizer: Tokenizer | None
     fields: Mapping[str, Any]
     files: Mapping[str, Path] = field(default_factory=dict)
-    template: str | None = None
+    chat: Mapping[str, str] = field(default_factory=dict)
 
 
 def tokenizer_in(folder: Path, fingerprint: str | None = None) -> Tokenizer | None:
@@ -108,18 +108,35 @@ def write_companions(companions: Companions, config: Mapping[str, Any], folder: 
     for name, path in companions.files.items():
         shutil.copyfile(path, folder / name)
     _write_json(folder / _CONFIG, config)
-    if _GENERATION not in companions.files:
+    if GENERATION not in companions.files:
         ids = ("bos_token_id", "eos_token_id", "pad_token_id")
         given = {key: config[key] for key in ids if config.get(key) is not None}
-        _write_json(folder / _GENERATION, {"_from_model_config": True, **given})
-    if companions.template is not None:  # which counts more than one in tokenizer_config.json
-        (folder / TEMPLATE_FILE).write_text(companions.template, encoding="utf-8")
+        _write_json(folder / GENERATION, {"_from_model_config": True, **given})
     tokenizer = companions.tokenizer
     if tokenizer is None:
         return None
     if TOKENIZER_CONFIG not in companions.files:
         _write_json(folder / TOKENIZER_CONFIG, _tokenizer_settings(tokenizer))
+    if companions.chat:
+        _write_chat(companions.chat, tokenizer, folder)
     return next(name for name, path in companions.files.items() if path == tokenizer.path)
+
+
+def _write_chat(chat: Mapping[str, str], tokenizer: Tokenizer, folder: Path) -> None:
+    """Template and special tokens of the run's conversations, and the end of a turn as an end of generation."""
+    # a file of its own counts more than what is in tokenizer_config.json
+    (folder / TEMPLATE_FILE).write_text(chat["chat_template"], encoding="utf-8")
+    tokens = {name: token for name, token in chat.items() if name != "chat_template"}
+    settings = json.loads((folder / TOKENIZER_CONFIG).read_text())
+    _write_json(folder / TOKENIZER_CONFIG, settings | tokens)
+    end = tokenizer.special_tokens.get(tokens.get("eos_token", ""))
+    if end is None:
+        return
+    generation = json.loads((folder / GENERATION).read_text())
+    ends = generation.get("eos_token_id")
+    ends = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if end not in ends:
+        _write_json(folder / GENERATION, generation | {"eos_token_id": [*ends, end]})
 
 
 def _of_checkpoint(checkpoint: Path, fingerprint: str | None) -> Companions | None:
@@ -139,7 +156,7 @@ def _of_checkpoint(checkpoint: Path, fingerprint: str | None) -> Companions | No
         except GnmrError:  # it is gone; the data tell the tokenizer
             found = None
     found = found or _of_data(run["data"], length)
-    return found and replace(found, template=_template_of_data(run["data"]) or found.template)
+    return found and replace(found, chat=_chat_of_data(run["data"]) or found.chat)
 
 
 def _of_folder(folder: Path, fingerprint: str | None) -> Companions | None:
@@ -175,14 +192,14 @@ def _of_data(data: Mapping[str, Any], sequence_length: int) -> Companions | None
     return Companions(tokenizer, fields, {name: tokenizer.path})
 
 
-def _template_of_data(data: Mapping[str, Any]) -> str | None:
-    """The chat template that a run's conversations were written with; None for text."""
+def _chat_of_data(data: Mapping[str, Any]) -> dict[str, str]:
+    """The chat template that a run's conversations were written with, and its special tokens; empty for text."""
     try:
         found = json.loads((Path(data["datasets"][0]) / TOKENIZER_CONFIG).read_text("utf-8"))
-        template = found["chat_template"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError):
-        return None
-    return template if isinstance(template, str) else None
+        texts = {name: value for name, value in found.items() if isinstance(value, str)}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        return {}
+    return texts if "chat_template" in texts else {}
 
 
 def _tokenizer_settings(tokenizer: Tokenizer) -> dict[str, Any]:

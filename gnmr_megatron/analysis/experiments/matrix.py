@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def take(
     *,
     at_once: int,
     tell: Callable[[PlannedRun, str], None],
+    launch: Sequence[str] = (),
 ) -> list[str]:
     """Take all runs that are not done, several at a time.
 
@@ -84,6 +86,7 @@ def take(
         runs: of a suite.
         at_once: how many at a time.
         tell: called with a run and `started`, `done`, `was done` or `failed`, in one thread.
+        launch: command that starts `gnmr-megatron train` on many processes; by default it is started itself.
 
     Returns:
         A message for each run that failed; the others went on.
@@ -100,7 +103,7 @@ def take(
             tell(run, "was done")
     waiting = [run for run in runs if run.folder not in done]
     failures: list[str] = []
-    environment = _environment(at_once)
+    environment = {**os.environ, "WANDB_SILENT": "true"} if launch else _environment(at_once)
     with ThreadPoolExecutor(at_once) as pool:
         going: dict[Future[str | None], PlannedRun] = {}
         while waiting or going:
@@ -108,7 +111,10 @@ def take(
             for run in ready[: at_once - len(going)]:
                 waiting.remove(run)
                 tell(run, "started")
-                going[pool.submit(_take_one, run, origins[run.folder], environment)] = run
+                take_it = partial(
+                    _take_one, run, origins[run.folder], run.command(launch), environment
+                )
+                going[pool.submit(take_it)] = run
             if not going:
                 failures += [
                     f"{run.folder.name}: needs {' and '.join(item.name for item in run.needs)}"
@@ -128,7 +134,10 @@ def take(
 
 
 def _take_one(
-    run: PlannedRun, origin: Mapping[str, Any], environment: Mapping[str, str]
+    run: PlannedRun,
+    origin: Mapping[str, Any],
+    command: Sequence[str],
+    environment: Mapping[str, str],
 ) -> str | None:
     """Take a run in processes of its own; the end of its messages where it failed."""
     try:
@@ -138,10 +147,12 @@ def _take_one(
     log = run.folder.with_name(run.folder.name + ".log")
     with log.open("w") as file:
         result = subprocess.run(
-            run.command(), stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
         )
-    if result.returncode == 0 or run.is_done:
+    if run.is_done:
         return None
+    if result.returncode == 0:
+        return "was stopped before its end; start the suite again to go on with it"
     with contextlib.suppress(OSError):
         lines = log.read_text().strip().splitlines()
         return f"exit code {result.returncode}; {log} ends:\n  " + "\n  ".join(

@@ -22,8 +22,7 @@ SHOWN_KEYS = 5
 def origins_of(runs: Sequence[PlannedRun]) -> dict[Path, dict[str, Any]]:
     """What each run follows from, by its folder: a flat mapping of JSON's types.
 
-    That is its settings, those of its base file, what its arm takes from other runs, these in turn, and the datasets
-    that the suite makes.
+    That is its settings, those of its base file, what its arm takes from other runs, these in turn, and its datasets.
 
     Args:
         runs: all of a suite, whose datasets are made.
@@ -60,6 +59,11 @@ def check_origin(run: PlannedRun, origin: Mapping[str, Any]) -> None:
     try:
         head = run.sidecar.read_text().partition("\n")[0].removeprefix("# ")
     except OSError:
+        if run.folder.exists():
+            raise ConfigError(
+                f"{run.folder}: was not started by this suite ({run.sidecar} is missing); remove it, or give another "
+                "--output"
+            ) from None
         return
     try:
         before = json.loads(head)
@@ -90,17 +94,20 @@ def _own_origin(run: PlannedRun) -> dict[str, Any]:
             "target_exceedance": arm.target_exceedance,
         }
     for name, text in run.datasets.items():
-        folder = run.folder.parent / name
-        try:
-            made = (folder / MANIFEST).read_bytes()
-        except OSError as error:
-            raise DataError(f"{folder}: cannot be read: {error}") from error
-        origin[f"dataset {name}"] = [
-            list(text.inputs),
-            text.tokenizer_from,
-            hashlib.sha256(made).hexdigest(),
-        ]
+        origin[f"text of {name}"] = [list(text.inputs), text.tokenizer_from]
+    read = run.placed_settings.get("data.datasets", origin.get("data.datasets"))
+    if isinstance(read, list):
+        origin["content of data.datasets"] = [_manifest_digest(Path(str(item))) for item in read]
     return origin
+
+
+def _manifest_digest(folder: Path) -> str:
+    try:
+        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    except OSError as error:
+        raise DataError(
+            f"{folder}: is no prepared dataset ({error.strerror}); see gnmr-megatron prepare-data"
+        ) from error
 
 
 def _base_settings(path: Path) -> dict[str, Any]:

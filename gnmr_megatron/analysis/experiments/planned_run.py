@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,10 @@ class PlannedRun:
         learnt = [folder for folder in (self.calibrated_on, self.budget_from) if folder is not None]
         return [*self.prepared_by, *learnt]
 
-    def command(self) -> list[str]:
-        """What takes it, or goes on with it."""
+    def command(self, launch: Sequence[str] = ()) -> list[str]:
+        """What takes it, or goes on with it; by `launch` in place of `gnmr-megatron train`."""
         return [
-            sys.executable, "-m", "gnmr_megatron", "train",
+            *(launch or (sys.executable, "-m", "gnmr_megatron", "train")),
             "--config", str(self.base), "--config", str(self.sidecar),
             "--runs_dir", str(self.folder.parent), "--name", self.folder.name, "--resume", "auto",
         ]  # fmt: skip

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from gnmr_megatron.analysis.experiments.detection import Detection
 from gnmr_megatron.analysis.experiments.planned_run import PlannedRun
@@ -166,7 +167,8 @@ class ArmFigures:
         runs: number of runs.
         diverged: how many of them diverged.
         values: interval of each figure of `RunFigures` that is a number.
-        gap_closed: of the held-out losses, paired by seed; None where there is no gap at this size.
+        gap_closed: how far the held-out loss is below the low path's, paired by seed, as a share of the mean gap; None
+            where there is no gap at this size.
         regret: held-out loss above the oracle's, paired by seed.
         above_budget: held-out loss above that of the arm whose budget it takes, paired by seed.
         step_time_ratio: of the high arm's, paired by seed.
@@ -188,24 +190,41 @@ class Gap:
 
     Attributes:
         difference: the gap and its interval.
-        exists: whether the low path is worse beyond doubt: with several seeds, the whole interval above 0.
+        verdict: `worse`: the low path's loss is above beyond doubt, the whole interval above 0, so shares of the gap
+            mean something; `no gap`; `low diverged` where the high path did not; `unknown` without two seeds.
     """
 
     difference: Interval
-    exists: bool
+    verdict: Literal["worse", "no gap", "low diverged", "unknown"]
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a gap to take shares of."""
+        return self.verdict == "worse"
 
     @classmethod
     def of(cls, low: Mapping[int, float], high: Mapping[int, float]) -> Gap:
-        """Of the losses of two arms by seed."""
-        difference = Interval.of(low[seed] - high[seed] for seed in low.keys() & high.keys())
-        width = 0.0 if math.isnan(difference.half_width) else difference.half_width
-        return cls(difference, difference.mean - width > 0)
+        """Of the losses of two arms by seed; NaN for a run that diverged."""
+        both = low.keys() & high.keys()
+        difference = Interval.of(low[seed] - high[seed] for seed in both)
+        if any(math.isnan(low[seed]) and not math.isnan(high[seed]) for seed in both):
+            return cls(difference, "low diverged")
+        if difference.count < 2:
+            return cls(difference, "unknown")
+        is_worse = difference.mean - difference.half_width > 0
+        return cls(difference, "worse" if is_worse else "no gap")
 
     def words(self, suite: Suite) -> str:
         """A sentence for the reader of the table."""
         size = self.difference.text(3)
-        if math.isnan(self.difference.mean):
-            return f"The gap between {suite.low} and {suite.high} is not known: runs are missing or diverged."
+        if self.verdict == "low diverged":
+            return f"{suite.low} diverged where {suite.high} did not: it is worse, but no share of a gap can be told."
+        if self.verdict == "unknown":
+            known = f" ({size} nats a token with one seed)" if self.difference.count else ""
+            return (
+                f"The gap between {suite.low} and {suite.high} is not known{known}: that takes two seeds whose runs of "
+                "both arms completed."
+            )
         if self.exists:
             return (
                 f"{suite.low} ends {size} nats a token above {suite.high}: there is a gap to close."
@@ -235,7 +254,7 @@ def by_arm(suite: Suite, rows: Sequence[RunFigures]) -> tuple[Gap, list[ArmFigur
             continue
         closed = (
             Interval.of(
-                (low[row.seed] - row.held_out_loss) / (low[row.seed] - high[row.seed])
+                (low[row.seed] - row.held_out_loss) / gap.difference.mean
                 for row in own
                 if row.seed in low.keys() & high.keys()
             )

@@ -70,7 +70,7 @@ def as_markdown(suite: Suite, gap: Gap, arms: Sequence[ArmFigures]) -> str:
             cells.append(
                 Interval(scale * value.mean, scale * value.half_width, value.count).text(digits)
             )
-        cells.append("no gap" if arm.gap_closed is None else arm.gap_closed.text(2))
+        cells.append(gap.verdict if arm.gap_closed is None else arm.gap_closed.text(2))
         if has_budgets:
             cells.append(arm.above_budget.text(3))
         if suite.oracle is not None:
@@ -80,8 +80,9 @@ def as_markdown(suite: Suite, gap: Gap, arms: Sequence[ArmFigures]) -> str:
     lines += [
         "",
         "Means and 95 % intervals over seeds (Student's t). Step times are of runs that shared a machine: ratios of "
-        f"medians to {suite.high}, and no more than a hint. Gap closed = (low - arm) / (low - high) of held-out "
-        "losses. Above: held-out loss above that of the arm with the same budget, or of the oracle, paired by seed.",
+        f"medians to {suite.high}, and no more than a hint. Gap closed = (low - arm) of held-out losses, paired by "
+        "seed, over the mean of (low - high). Above: held-out loss above that of the arm with the same budget, or of "
+        "the oracle, paired by seed.",
         "",
     ]
     return "\n".join(lines)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from gnmr_megatron.distributed.process_groups import gather_from_all
 from gnmr_megatron.errors import ConfigError, DataError, GnmrError
 from gnmr_megatron.models.huggingface_config import huggingface_config
-from gnmr_megatron.training.companions import write_companions
+from gnmr_megatron.models.huggingface_files import read_json
+from gnmr_megatron.training.companions import GENERATION, write_companions
 from gnmr_megatron.training.harness.model import load_model
 from gnmr_megatron.training.harness.options import EvaluationOptions
 from gnmr_megatron.training.harness.scoring import ScoringModel
@@ -129,7 +130,9 @@ def _prepare(
                 options.text, subject.run, subject.companions.tokenizer, limit=options.limit
             )
         tasks = found.load(texts)
-        tokenizer = AutoTokenizer.from_pretrained(_exported_tokenizer(subject, work / "tokenizer"))
+        folder = _exported_tokenizer(subject, work / "tokenizer")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        generation = read_json(folder / GENERATION)
     except GnmrError as error:
         problem = error
     problems = gather_from_all(None if problem is None else str(problem))
@@ -139,7 +142,11 @@ def _prepare(
     if elsewhere is not None:
         raise DataError(elsewhere)
     lm = MegatronLM(
-        scoring, tokenizer, max_length=subject.max_length, batch_size=options.batch_size
+        scoring,
+        tokenizer,
+        max_length=subject.max_length,
+        batch_size=options.batch_size,
+        generation=generation,
     )
     return lm, tasks
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -24,6 +24,21 @@ from gnmr_megatron.training.harness.scoring import Prompt, ScoringModel
 MAX_GENERATED = 256
 """Tokens to generate where a task does not say."""
 
+GREEDY = {
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "num_return_sequences": 1,
+    "penalty_alpha": 0.0,
+    "repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+}
+"""What generation may ask for besides the end of a text: values with which each next token is the likeliest one."""
+
+_HANDLED = ("until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k")
+
 Encoded = tuple[Any, list[int], list[int]]
 """A request, its context and its continuation."""
 
@@ -36,6 +51,7 @@ class MegatronLM(TemplateLM):
         tokenizer: the checkpoint's, as transformers loads it.
         max_length: longest prompt in tokens; longer ones lose their first tokens.
         batch_size: prompts of a forward pass.
+        generation: fields of the checkpoint's generation_config.json.
     """
 
     def __init__(
@@ -45,8 +61,10 @@ class MegatronLM(TemplateLM):
         *,
         max_length: int,
         batch_size: int,
+        generation: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        self._generation = dict(generation or {})
         self._model, self.tokenizer = model, tokenizer
         self.max_length, self._batch_size = max_length, batch_size
         self.truncated = 0
@@ -55,7 +73,12 @@ class MegatronLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """Id of the end of a text."""
-        found: int = self.tokenizer.eos_token_id
+        found: int | None = self.tokenizer.eos_token_id
+        if found is None:
+            raise ConfigError(
+                "the checkpoint's tokenizer names no end of a text; give a folder whose tokenizer_config.json has an "
+                "eos_token: --files-from FOLDER"
+            )
         return found
 
     @property
@@ -183,6 +206,13 @@ class MegatronLM(TemplateLM):
             raise ConfigError(
                 f"{request.task_name}: asks for sampling (do_sample), but only greedy decoding is implemented"
             )
+        asked = {key: value for key, value in settings.items() if key not in _HANDLED}
+        asked |= {key: self._generation[key] for key in GREEDY.keys() & self._generation.keys()}
+        for key, value in sorted(asked.items()):
+            if value is not None and value != GREEDY.get(key):
+                raise ConfigError(
+                    f"{request.task_name}: asks for {key} {value}, but only greedy decoding is implemented"
+                )
         end = self.tokenizer.decode(self.eot_token_id)
         until: list[str] = handle_stop_sequences(settings["until"], eos=end)
         wanted: int = settings["max_gen_toks"]
@@ -196,9 +226,15 @@ class MegatronLM(TemplateLM):
     def _is_done(self, tokens: Sequence[int], until: Sequence[str]) -> bool:
         # a stop sequence may be a special token, or text that one interrupts
         texts = (self._text(tokens), str(self.tokenizer.decode(list(tokens))))
-        return tokens[-1] == self.eot_token_id or any(
+        return tokens[-1] in self._ends or any(
             stop and stop in text for stop in until for text in texts
         )
+
+    @property
+    def _ends(self) -> set[int]:
+        """Ids after which a text ends: the tokenizer's, and those of the generation's settings."""
+        others = self._generation.get("eos_token_id") or []
+        return {self.eot_token_id, *(others if isinstance(others, list) else [others])}
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
