@@ -61,12 +61,11 @@ def save_llama(
 
 
 def save_tokenizer(folder):
-    """Train a small byte-level tokenizer.json and return its size."""
+    """Train a small byte-level tokenizer.json with ends of a text and of a turn, and return its size."""
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     text = ["the cat sat on the mat and the dog sat on the log"] * 4
-    tokenizer.train_from_iterator(
-        text, vocab_size=280, special_tokens=["<|end_of_text|>"], show_progress=False
-    )
+    special = ["<|end_of_text|>", "<|end_of_turn|>"]
+    tokenizer.train_from_iterator(text, vocab_size=281, special_tokens=special, show_progress=False)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from gnmr_megatron.cli.main import main
 from gnmr_megatron.data.tokenizer import load_tokenizer
@@ -107,12 +108,18 @@ def test_a_tuned_run_is_exported_with_the_tokenizer_and_settings_it_came_with(wo
     assert model.config.rope_parameters["rope_type"] == "llama3"
 
 
-def test_a_chat_template_of_the_run_s_own_data_is_exported_with_it(world, tmp_path):
+def test_the_chat_template_of_the_run_s_own_data_is_exported_with_its_tokens(world, tmp_path):
     template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
     messages = [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "sat"}]
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 60)
+    # the same tokenizer, whose turns end with another token
+    shutil.copytree(world / "llama/huggingface", tmp_path / "tokenizer")
+    before = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    settings_file = tmp_path / "tokenizer/tokenizer_config.json"
+    end = "<|end_of_turn|>"
+    settings_file.write_text(json.dumps(json.loads(settings_file.read_text()) | {"eos_token": end}))
     how = ("--format", "chat", "--chat-template", template, "--workers", 1)
-    source = ("--tokenizer-from", world / "llama/huggingface", "--output", tmp_path / "chats")
+    source = ("--tokenizer-from", tmp_path / "tokenizer", "--output", tmp_path / "chats")
     done("prepare-data", tmp_path / "chats.jsonl", *how, *source)
     settings = {
         **FREE, "data.datasets": f"[{tmp_path / 'chats'}]", "runs_dir": tmp_path, "name": "chat",
@@ -122,9 +129,11 @@ def test_a_chat_template_of_the_run_s_own_data_is_exported_with_it(world, tmp_pa
     assert trained.returncode == 0, trained.stderr
     done("convert", "megatron-to-hf", tmp_path / "chat", "--output", tmp_path / "hf")
     ours = AutoTokenizer.from_pretrained(tmp_path / "hf")
-    end = ours.eos_token
-    assert ours.apply_chat_template(messages, tokenize=False) == f"[user] a cat{end}[assistant] sat{end}"  # fmt: skip
-    assert AutoTokenizer.from_pretrained(world / "hf").chat_template != ours.chat_template
+    written = ours.apply_chat_template(messages, tokenize=False)
+    assert written == f"[user] a cat{end}[assistant] sat{end}"
+    assert ours.encode(written) == before.encode(written)
+    ends = GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id
+    assert ends == [LlamaConfig().eos_token_id, ours.convert_tokens_to_ids(end)]  # the base's, too
 
 
 def test_main_parameters_of_a_sharded_optimizer_start_from_the_weights_too(world):

@@ -319,7 +319,7 @@ class Script:
         return [self.tokens[len(self.asked) - 1]] * len(inputs)
 
 
-def generating(world, monkeypatch, script):
+def generating(world, monkeypatch, script, **generation):
     """Answers to generation requests, as one of two replicas has them, of which the other has none."""
     from lm_eval.api.instance import Instance
     from transformers import AutoTokenizer
@@ -328,7 +328,9 @@ def generating(world, monkeypatch, script):
 
     monkeypatch.setattr(language_model, "gather_from_all", lambda own: [own, {}])
     tokenizer = AutoTokenizer.from_pretrained(world / "exported")
-    model = language_model.MegatronLM(script, tokenizer, max_length=32, batch_size=4)
+    model = language_model.MegatronLM(
+        script, tokenizer, max_length=32, batch_size=4, generation=generation
+    )
 
     def answer(prompt, **settings):
         return model.generate_until([Instance("generate_until", {}, (prompt, settings), 0)])[0]
@@ -346,6 +348,43 @@ def test_a_stop_sequence_may_be_a_special_token_or_text_across_tokens(world, mon
     script.asked.clear()
     assert answer("The", until=["g d"], max_gen_toks=4) == " do"
     assert len(script.asked) == 3
+
+
+def test_a_text_ends_with_any_of_the_tokens_that_its_generation_config_names(world, monkeypatch):
+    script = Script([])
+    tokenizer, answer = generating(world, monkeypatch, script, eos_token_id=[1, 290])
+    (word,) = tokenizer.encode(" dog", add_special_tokens=False)
+    script.tokens = [word, 290, word, word]
+    answer("The", until=["."], max_gen_toks=4)
+    assert len(script.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("generation", "asked", "told"),
+    [
+        ({}, {"num_beams": 4}, "asks for num_beams 4"),
+        ({}, {"repetition_penalty": 5.0}, "asks for repetition_penalty 5.0"),
+        ({}, {"stopping": "soon"}, "asks for stopping soon"),
+        ({"repetition_penalty": 1.2}, {}, "asks for repetition_penalty 1.2"),
+    ],
+)
+def test_generation_that_is_not_greedy_is_refused(world, monkeypatch, generation, asked, told):
+    _, answer = generating(world, monkeypatch, Script([0, 0]), **generation)
+    with pytest.raises(ConfigError, match=told):
+        answer("The", until=["."], max_gen_toks=2, **asked)
+
+
+def test_generation_may_name_what_greedy_decoding_is(world, monkeypatch):
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "do_sample": True, "temperature": 0.6}
+    _, answer = generating(world, monkeypatch, Script([0, 0]), **neutral)
+    answer("The", until=["."], max_gen_toks=2, do_sample=False, num_beams=1, top_p=None)
+
+
+def test_a_tokenizer_without_an_end_is_refused(world, monkeypatch):
+    tokenizer, answer = generating(world, monkeypatch, Script([0, 0]))
+    tokenizer.eos_token = None
+    with pytest.raises(ConfigError, match=r"names no end of a text; .* eos_token: --files-from"):
+        answer("The", until=["."], max_gen_toks=2)
 
 
 def test_an_empty_prompt_begins_with_the_token_of_a_text_s_begin(world, monkeypatch):

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import sys
 
 import pytest
 import yaml
@@ -110,6 +111,36 @@ def changed(taken, tmp_path, base="name: base\n", **arms):
     (tmp_path / "base.yaml").write_text(base)
     shutil.copytree(taken[0] / "out", tmp_path / "out")
     return tmp_path
+
+
+def test_a_run_that_ends_before_its_last_step_is_not_done_and_nothing_follows_from_it(
+    taken, tmp_path
+):
+    folder = changed(taken, tmp_path)
+    shutil.rmtree(folder / "out")
+    launch = tmp_path / "launch.sh"
+    # what trains may end with 0 without having trained to the end: it does after SIGTERM
+    launch.write_text(
+        'case "$*" in *" int2-s3 "*) exit 0 ;; esac\n'
+        f'echo "$@" >> {tmp_path}/launched\nexec {sys.executable} -m gnmr_megatron train "$@"\n'
+    )
+    result = experiment(folder, "--launch", f"bash {launch}")
+    assert result.returncode == 1
+    assert "int2-s3: was stopped before its end; start the suite again" in result.stderr
+    assert "random-s3: needs int2-s3" in result.stderr
+    launched = (tmp_path / "launched").read_text().splitlines()
+    assert [" --name bf16-s3 " in line for line in launched] == [True]
+    again = experiment(folder)
+    assert again.returncode == 0, again.stderr
+    told, first = (json.loads(text)["arms"] for text in (again.stdout, taken[1].stdout))
+    for arm in first:
+        assert told[arm]["held_out_loss"] == first[arm]["held_out_loss"]
+
+
+def test_a_run_that_the_suite_did_not_start_is_refused(taken, tmp_path):
+    folder = changed(taken, tmp_path)
+    (folder / "out/int2-s3.settings.yaml").unlink()
+    assert "int2-s3: was not started by this suite (" in refused(experiment(folder))
 
 
 def test_a_run_with_other_settings_is_refused(taken):
@@ -247,7 +278,8 @@ def test_a_run_on_text_that_was_prepared_anew_is_refused(prepared, tmp_path):
     suite = yaml.safe_load((folder / "trial.yaml").read_text())
     suite["datasets"]["more"]["inputs"] = [str(folder / "text/prepare.py")]
     (folder / "trial.yaml").write_text(yaml.safe_dump(suite))
-    assert "start: was started with other settings (dataset more;" in refused(experiment(folder))
+    # the base does not read that text
+    assert "start: was started with other settings (text of more;" in refused(experiment(folder))
 
 
 def test_text_is_prepared_anew_as_long_as_no_run_was_started(prepared, tmp_path):

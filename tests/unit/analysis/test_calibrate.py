@@ -210,6 +210,11 @@ def test_attempts_without_control_end_a_trace_and_leave_it_whole(tmp_path):
     run = RecordedRun(record(tmp_path / "on", norms, attempts, step_events=False))
     found = calibrate(run, target=TARGET, max_recovered=4)
     assert (found.chosen.fit.first_step, found.chosen.held_out.last_step) == (131, 720)
+    # an attempt that ended before its first step
+    attempts = [Attempt(1, MONITOR), Attempt(721, MONITOR, restarts=True)]
+    run = RecordedRun(record(tmp_path / "short", norms, attempts, step_events=False))
+    found = calibrate(run, target=TARGET, max_recovered=4)
+    assert (found.chosen.fit.first_step, found.chosen.held_out.last_step) == (11, 720)
 
 
 def test_what_cannot_be_calibrated_is_refused(steady, tmp_path):

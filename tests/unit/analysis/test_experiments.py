@@ -16,13 +16,14 @@ from gnmr_megatron.analysis.experiments.detection import (
     injected_faults,
 )
 from gnmr_megatron.analysis.experiments.matrix import plan
+from gnmr_megatron.analysis.experiments.origin import origins_of
 from gnmr_megatron.analysis.experiments.preparation import dataset_commands, plan_preparation
 from gnmr_megatron.analysis.experiments.results import Gap, Interval, RunFigures, by_arm
 from gnmr_megatron.analysis.experiments.suite import Suite, find_suite
 from gnmr_megatron.analysis.experiments.tables import as_json, as_markdown, faults_as_markdown
 from gnmr_megatron.analysis.recorded_run import RecordedRun
 from gnmr_megatron.control.units import Unit, UnitTable
-from gnmr_megatron.errors import ConfigError
+from gnmr_megatron.errors import ConfigError, DataError
 from gnmr_megatron.observability.event_log import EventLog
 from gnmr_megatron.observability.events import FaultEvent, RecoveryGapEvent, StartEvent, StepEvent
 from gnmr_megatron.observability.risk_matrix import RiskMatrixWriter
@@ -228,7 +229,57 @@ def test_no_share_of_a_gap_is_told_where_there_is_none(tmp_path):
     assert "low is not worse than high at this size" in table
     assert "| no gap |" in table
     # one that cannot be told from noise is none either: 0.1 with a half width far above it
-    assert not Gap.of({1: 4.3, 2: 4.0}, {1: 4.1, 2: 4.0}).exists
+    assert Gap.of({1: 4.3, 2: 4.0}, {1: 4.1, 2: 4.0}).verdict == "no gap"
+
+
+def test_a_low_path_that_diverges_is_worse_and_one_seed_tells_nothing(tmp_path):
+    trial = suite(tmp_path)
+    high = [row("high", seed, 4.1) for seed in (1, 2, 3)]
+    lost = {"finished": "diverged"}
+    for low in (
+        [row("low", seed, math.nan, **lost) for seed in (1, 2, 3)],
+        [row("low", 1, math.nan, **lost), row("low", 2, 4.0), row("low", 3, 4.0)],
+    ):
+        gap, arms = by_arm(trial, low + high)
+        assert (gap.exists, gap.verdict) == (False, "low diverged")
+        table = as_markdown(trial, gap, arms)
+        assert "low diverged where high did not: it is worse" in table
+        assert "| low diverged |" in table
+    gap, arms = by_arm(trial, [row("low", 1, 4.2), high[0]])
+    assert (gap.exists, gap.verdict) == (False, "unknown")
+    assert "is not known (0.100 nats a token with one seed)" in as_markdown(trial, gap, arms)
+
+
+def test_a_seed_without_a_gap_of_its_own_counts_with_the_mean_gap(tmp_path):
+    gaps = (0.0, 0.1, 0.1, 0.1, 0.1, 0.1)
+    rows = [row("high", seed, 4.0) for seed in range(6)]
+    rows += [row("low", seed, 4.0 + gap) for seed, gap in enumerate(gaps)]
+    rows += [row("copy", seed, 4.0) for seed in range(6)]
+    gap, arms = by_arm(suite(tmp_path), rows)
+    assert gap.exists
+    copy = next(arm for arm in arms if arm.arm == "copy")
+    assert copy.gap_closed.mean == pytest.approx(1.0)
+    # shares are 0 and 1.2 (five times), which deviate by 0.4899; t(0.975; 5) = 2.5706
+    assert copy.gap_closed.half_width == pytest.approx(2.5706 * 0.48990 / math.sqrt(6), rel=1e-3)
+
+
+def test_an_origin_holds_the_content_of_datasets_and_what_follows_from_it(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "base.yaml").write_text("data: data.yaml\n")
+    (tmp_path / "data.yaml").write_text(f"datasets: [{tmp_path / 'text'}]\n")
+    trial = suite(tmp_path)
+    runs = plan(trial, trial.size("small"), tmp_path / "out", {})
+    with pytest.raises(DataError, match=r"text: is no prepared dataset"):
+        origins_of(runs)
+    found = []
+    for content in ("one", "one", "another"):
+        (tmp_path / "text/manifest.json").write_text(content)
+        found.append({path.name: origin for path, origin in origins_of(runs).items()})
+    assert found[0] == found[1]
+    for name, extra in (("low-s1", set()), ("copy-s2", {"run low-s2"})):
+        before, after = found[1][name], found[2][name]
+        differing = {key for key in before | after if before.get(key) != after.get(key)}
+        assert differing == {"content of data.datasets", *extra}
 
 
 IDS = [f"decoder.layers.{layer}.mlp.linear_fc1" for layer in range(3)]

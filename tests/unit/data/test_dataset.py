@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from gnmr_megatron.data import dataset
 from gnmr_megatron.data.batches import Batch, TrainBatches, fixed_batches
 from gnmr_megatron.data.config import DataConfig
 from gnmr_megatron.data.dataset import open_datasets
@@ -208,6 +209,15 @@ def test_a_run_waits_while_another_writes_the_order(prepared):
         assert opened.is_alive()
     opened.join(timeout=30)
     assert not opened.is_alive()
+
+
+def test_a_run_that_waits_says_so_and_not_for_ever(prepared, monkeypatch):
+    open_all(prepared, samples=80)
+    monkeypatch.setattr(dataset, "LOCK_SECONDS", 0.5)
+    with (prepared / "a/index_cache/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=r"index_cache: another run .* fuser .*/\.lock"):
+            open_all(prepared, samples=80)
 
 
 def test_an_order_that_is_there_is_used_where_nothing_can_be_written(prepared, tmp_path):
