@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,6 +45,14 @@ from gnmr_megatron.training.config_files import parse_run, run_parser
 
 SUITES = Path("configs/experiments")
 
+OF_THE_SUITE = {
+    "seed": "seeds are those of the suite's size; change them there",
+    "name": "runs are named by their arms and seeds",
+    "runs_dir": "runs are in the suite's folder; give another --output",
+    "resume": "runs go on by themselves where they stopped",
+}
+"""Settings that are no arm's, and why."""
+
 DESCRIPTION = """\
 Take a matrix of runs (arms x seeds) and compare them: held-out loss with 95 % intervals, share of the gap between low
 and high path that is closed, recovered unit-steps, spikes, detection of faults. Runs that are done stay; the others
@@ -69,12 +78,14 @@ def run(arguments: Sequence[str]) -> int:
     runs = plan(suite, size, output, _overrides(options.set))
     preparation = plan_preparation(suite, size, output)
     if options.dry_run:
+        _check([*preparation, *runs], reads_data=False)
         _tell_commands(dataset_commands(suite, size, output), [*preparation, *runs], options.launch)
         return 0
     prepare_datasets(suite, size, output, [*preparation, *runs])
     _check([*preparation, *runs])
     jobs = options.jobs or (1 if options.launch else _default_jobs())
-    failures = _take([*preparation, *runs], at_once=max(1, jobs), launch=options.launch)
+    signal.signal(signal.SIGTERM, _end)
+    failures = _take([*preparation, *runs], at_once=jobs, launch=options.launch)
     done = [planned for planned in runs if planned.is_done]
     undisturbed = {
         planned.seed: RecordedRun(planned.folder)
@@ -137,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="folder (default: runs/experiments/NAME-SIZE)")
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=_positive,
         help="runs at a time (default: a core each; 1 with --launch, or where there is a GPU)",
     )
     parser.add_argument(
@@ -159,7 +170,19 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(runs: Sequence[PlannedRun]) -> None:
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
+
+
+def _end(_number: int, _frame: object) -> None:
+    """On SIGTERM, end as after any exception: runs save and end first."""
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+def _check(runs: Sequence[PlannedRun], *, reads_data: bool = True) -> None:
     """Check the settings of each arm before the first run starts; those that follow from other runs are not known yet.
 
     Raises:
@@ -169,9 +192,10 @@ def _check(runs: Sequence[PlannedRun]) -> None:
     for name, planned in {planned.arm.name: planned for planned in runs}.items():
         try:
             config, _ = parse_run(parser, ["--config", str(planned.base), *_options(planned)])
-            data = describe_datasets(config.data)
-            world_size = config.parallel.default_world_size
-            validate(config, world_size=world_size, vocab_size=data.vocab_size)
+            if reads_data:
+                data = describe_datasets(config.data)
+                world_size = config.parallel.default_world_size
+                validate(config, world_size=world_size, vocab_size=data.vocab_size)
         except ConfigError as error:
             problems = str(error).splitlines()
             raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems)) from error
@@ -194,6 +218,10 @@ def _tell_commands(
     for command in datasets:
         print(shlex.join(["gnmr-megatron", *command]))
     for planned in runs:
+        sources = {"budget": planned.budget_from, "thresholds": planned.calibrated_on}
+        for what, source in sources.items():
+            if source is not None:
+                print(f"# {planned.folder.name}: without the {what} that {source.name} gives it")
         where = ["--name", planned.folder.name, "--runs_dir", str(planned.folder.parent)]
         verb = launch or ("gnmr-megatron", "train")
         print(shlex.join([*verb, "--config", str(planned.base), *where, *_options(planned)]))
@@ -205,10 +233,8 @@ def _overrides(items: Sequence[str]) -> dict[str, Any]:
         key, sign, value = item.partition("=")
         if not sign or not key:
             raise ConfigError(f"--set {item}: must be SECTION.KEY=VALUE")
-        if key == "seed":
-            raise ConfigError(
-                f"--set {item}: seeds are those of the suite's size; change them there"
-            )
+        if key in OF_THE_SUITE:
+            raise ConfigError(f"--set {item}: {OF_THE_SUITE[key]}")
         try:
             found[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:

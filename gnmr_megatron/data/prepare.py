@@ -111,6 +111,9 @@ def prepare(
             something else.
     """
     started = time.monotonic()
+    if request.tokenizer is not None and not request.tokenizer.is_file():
+        hint = "; name a folder with --tokenizer-from" if request.tokenizer.is_dir() else ""
+        raise DataError(f"--tokenizer: {request.tokenizer} is no file{hint}")
     files, other_files = _find_all(request)
     fingerprint = _fingerprint(request, files)
     existing = _existing(request, fingerprint)

@@ -3,12 +3,15 @@
 import csv
 import json
 import shutil
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 import yaml
 
-from gnmr_megatron.observability.events import StepEvent, read_events
+from gnmr_megatron.observability.events import FinishEvent, StepEvent, read_events
 from tests.conftest import ROOT, TINY, run_cli
 
 LOW = {"precision.low": "saved_int2", "precision.recovery": "saved_int8"}
@@ -135,6 +138,55 @@ def test_a_run_that_ends_before_its_last_step_is_not_done_and_nothing_follows_fr
     told, first = (json.loads(text)["arms"] for text in (again.stdout, taken[1].stdout))
     for arm in first:
         assert told[arm]["held_out_loss"] == first[arm]["held_out_loss"]
+
+
+def test_a_suite_that_is_ended_ends_its_runs_first(taken, tmp_path):
+    folder = changed(taken, tmp_path)
+    shutil.rmtree(folder / "out")
+    command = [
+        sys.executable, "-m", "gnmr_megatron", "experiment", folder / "trial.yaml", "--output", folder / "out",
+        "--jobs", "1", "--set", "train.steps=4000", "--set", "data.train_samples=40000",
+    ]  # fmt: skip
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT) as suite,
+    ):
+        events = folder / "out/bf16-s3/events.jsonl"
+        deadline = time.monotonic() + 120
+        while not (events.exists() and len(steps(folder, "bf16-s3")) > 3):
+            assert time.monotonic() < deadline
+            assert suite.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.2)
+        suite.terminate()
+        assert suite.wait(timeout=60) == 128 + signal.SIGTERM
+    finishes = [e for e in read_events(events) if isinstance(e, FinishEvent)]
+    assert [finish.reason for finish in finishes] == [
+        "signal"
+    ]  # it saved, and nothing writes any more
+    assert not (folder / "out/int2-s3").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("seed=3", "seeds are those of the suite's size"),
+        ("name=mine", "runs are named by their arms and seeds"),
+        ("runs_dir=/tmp", "give another --output"),
+        ("resume=runs/a", "runs go on by themselves"),
+    ],
+)
+def test_settings_of_the_suite_itself_are_refused(taken, setting, told):
+    assert told in refused(experiment(taken[0], "--set", setting))
+
+
+def test_a_dry_run_checks_settings_and_tells_what_its_commands_lack(taken):
+    line = refused(experiment(taken[0], "--set", "gnmr.alpha=-1", "--dry-run"))
+    assert "gnmr.alpha: -1.0 must be positive" in line
+    result = experiment(taken[0], "--dry-run", "--launch", "srun run.sh")
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert lines[2] == "# random-s3: without the budget that int2-s3 gives it"
+    assert [line.split()[:2] for line in lines if line[0] != "#"] == [["srun", "run.sh"]] * 3
 
 
 def test_a_run_that_the_suite_did_not_start_is_refused(taken, tmp_path):

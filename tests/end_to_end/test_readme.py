@@ -65,7 +65,7 @@ def typed(clone):
 def test_the_commands_run_in_the_order_in_which_they_stand(typed, clone):
     verbs = ["prepare-data", "train", "train", "summary", "units"]
     assert [line.split()[1] for line in typed] == verbs
-    assert sorted(path.name for path in (clone / "runs").iterdir()) == ["quickstart"]
+    assert sorted(path.name for path in (clone / "runs").iterdir()) == ["deeper"]
 
 
 def test_the_table_of_units_is_that_of_the_preset(typed):
@@ -89,7 +89,7 @@ def test_the_example_of_overrides_means_what_its_comments_say():
 def test_training_tells_what_it_did_and_what_to_do_next(typed):
     first = next(text for line, text in typed.items() if " train " in line)
     assert re.search(
-        r"quickstart: 4 processes \(TP 2 x PP 2\), .* 32 units, policy gnmr \(active\)", first
+        r"deeper: 4 processes \(TP 2 x PP 2\), .* 32 units, policy gnmr \(active\)", first
     )
     assert len(re.findall(r"^step +\d+/6", first, re.MULTILINE)) == 6
     for name in (
@@ -107,7 +107,7 @@ def test_training_tells_what_it_did_and_what_to_do_next(typed):
 
 
 def test_the_run_folder_holds_what_the_readme_lists(typed, clone):
-    run = clone / "runs/quickstart"
+    run = clone / "runs/deeper"
     for name in (
         "config.yaml",
         "events.jsonl",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self
 
 import yaml
 
@@ -104,7 +104,7 @@ def take(
     waiting = [run for run in runs if run.folder not in done]
     failures: list[str] = []
     environment = {**os.environ, "WANDB_SILENT": "true"} if launch else _environment(at_once)
-    with ThreadPoolExecutor(at_once) as pool:
+    with ThreadPoolExecutor(at_once) as pool, _Processes(environment) as processes:
         going: dict[Future[str | None], PlannedRun] = {}
         while waiting or going:
             ready = [run for run in waiting if done.issuperset(run.needs)]
@@ -112,7 +112,7 @@ def take(
                 waiting.remove(run)
                 tell(run, "started")
                 take_it = partial(
-                    _take_one, run, origins[run.folder], run.command(launch), environment
+                    _take_one, run, origins[run.folder], run.command(launch), processes
                 )
                 going[pool.submit(take_it)] = run
             if not going:
@@ -133,11 +133,42 @@ def take(
     return failures
 
 
+class _Processes:
+    """The processes of runs; all are asked to save and end where the suite is ended."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._going: set[subprocess.Popen[bytes]] = set()
+        self._is_ending = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_details: object) -> None:
+        if kind is None or issubclass(kind, KeyboardInterrupt):  # which a terminal sends to all
+            return
+        self._is_ending = True
+        for process in list(self._going):
+            process.terminate()
+
+    def run(self, command: Sequence[str], log: IO[bytes]) -> int:
+        """Exit code of a command."""
+        with subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, env=self._environment
+        ) as process:
+            self._going.add(process)
+            if self._is_ending:
+                process.terminate()
+            code = process.wait()
+        self._going.discard(process)
+        return code
+
+
 def _take_one(
     run: PlannedRun,
     origin: Mapping[str, Any],
     command: Sequence[str],
-    environment: Mapping[str, str],
+    processes: _Processes,
 ) -> str | None:
     """Take a run in processes of its own; the end of its messages where it failed."""
     try:
@@ -145,20 +176,16 @@ def _take_one(
     except (GnmrError, OSError) as error:
         return str(error)
     log = run.folder.with_name(run.folder.name + ".log")
-    with log.open("w") as file:
-        result = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False
-        )
+    with log.open("wb") as file:
+        code = processes.run(command, file)
     if run.is_done:
         return None
-    if result.returncode == 0:
+    if code == 0:
         return "was stopped before its end; start the suite again to go on with it"
     with contextlib.suppress(OSError):
         lines = log.read_text().strip().splitlines()
-        return f"exit code {result.returncode}; {log} ends:\n  " + "\n  ".join(
-            lines[-MESSAGE_LINES:]
-        )
-    return f"exit code {result.returncode}"
+        return f"exit code {code}; {log} ends:\n  " + "\n  ".join(lines[-MESSAGE_LINES:])
+    return f"exit code {code}"
 
 
 def _write_sidecar(run: PlannedRun, origin: Mapping[str, Any]) -> None:

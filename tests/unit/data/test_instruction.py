@@ -489,6 +489,12 @@ def test_a_bad_line_ends_the_command_with_its_place(prepared, tmp_path, capsys):
     assert "bad.jsonl:2: messages is no list of messages" in capsys.readouterr().err
     assert main([*arguments, f"--output={tmp_path / 'x'}"]) == 2
     assert "--format chat: needs the tokenizer" in capsys.readouterr().err
+    for tokenizer, message in (
+        (prepared / "tokenizer", "is no file; name a folder with --tokenizer-from"),
+        (tmp_path / "none.json", "none.json is no file"),
+    ):
+        assert main([*arguments, options[0], f"--tokenizer={tokenizer}"]) == 2
+        assert message in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
 
 

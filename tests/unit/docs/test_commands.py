@@ -52,8 +52,9 @@ def clone(tmp_path, monkeypatch):
     (tmp_path / "calibrated.yaml").write_text("gnmr: {alpha: 2.0}\n")
     (tmp_path / "checkpoints/llama").mkdir(parents=True)
     (tmp_path / "checkpoints/llama/config.yaml").write_text("model: {num_layers: 4}\n")
-    (tmp_path / "runs/quickstart").mkdir(parents=True)
-    (tmp_path / "runs/quickstart/config.yaml").write_text("name: earlier\n")
+    for name in ("quickstart", "deeper"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("name: earlier\n")
     monkeypatch.chdir(tmp_path)
 
 
