@@ -134,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _show(result: EvaluationResult, output: Path | None) -> None:
     table = Table(box=SIMPLE_HEAD)
-    for column in ("task", "documents", "examples", "metric", "value", "± standard error"):
+    for column in ("task", "documents", "solved examples", "metric", "value", "± standard error"):
         table.add_column(column, justify="left" if column in ("task", "metric") else "right")
     for task, values in {**result.results, **result.groups}.items():
         first = [task, str(result.num_samples.get(task, "")), str(result.num_fewshot.get(task, ""))]
