@@ -112,9 +112,7 @@ class _Trace:
         config = None
         for segment, rows in segment_rows(run):
             is_on = segment.config.mode != "disabled"
-            if (
-                is_on and not rows
-            ):  # it ended before its first step, and the next one starts where it did
+            if is_on and not rows:  # ended before its first step; the next starts where it did
                 continue
             if is_on:
                 if segment.restarts_history or not was_on:
