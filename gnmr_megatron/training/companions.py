@@ -11,7 +11,11 @@ from typing import Any
 
 import yaml
 
-from gnmr_megatron.data.instruction.options import TEMPLATE_FILE, TOKENIZER_CONFIG
+from gnmr_megatron.data.instruction.options import (
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG,
+    tokenizer_config,
+)
 from gnmr_megatron.data.manifest import MANIFEST
 from gnmr_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from gnmr_megatron.errors import ConfigError, DataError, GnmrError
@@ -127,8 +131,7 @@ def _write_chat(chat: Mapping[str, str], tokenizer: Tokenizer, folder: Path) -> 
     # a file of its own counts more than what is in tokenizer_config.json
     (folder / TEMPLATE_FILE).write_text(chat["chat_template"], encoding="utf-8")
     tokens = {name: token for name, token in chat.items() if name != "chat_template"}
-    settings = json.loads((folder / TOKENIZER_CONFIG).read_text())
-    _write_json(folder / TOKENIZER_CONFIG, settings | tokens)
+    _write_json(folder / TOKENIZER_CONFIG, tokenizer_config(folder) | tokens)
     end = tokenizer.special_tokens.get(tokens.get("eos_token", ""))
     if end is None:
         return
@@ -195,10 +198,10 @@ def _of_data(data: Mapping[str, Any], sequence_length: int) -> Companions | None
 def _chat_of_data(data: Mapping[str, Any]) -> dict[str, str]:
     """The chat template that a run's conversations were written with, and its special tokens; empty for text."""
     try:
-        found = json.loads((Path(data["datasets"][0]) / TOKENIZER_CONFIG).read_text("utf-8"))
-        texts = {name: value for name, value in found.items() if isinstance(value, str)}
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
+        found = tokenizer_config(Path(data["datasets"][0]))
+    except (DataError, KeyError, TypeError, IndexError):
         return {}
+    texts = {name: value for name, value in found.items() if isinstance(value, str)}
     return texts if "chat_template" in texts else {}
 
 

@@ -63,7 +63,7 @@ WORLD_SIZES = {name: size for size, layouts in LAYOUTS.items() for name in layou
 ALL = {name: settings for layouts in LAYOUTS.values() for name, settings in layouts.items()}
 MATRIX_STEPS = 60
 TESTED_STEPS = 14
-EXACT = {"precision.low": "fp32", "precision.recovery": "fp32"}
+EXACT = {"precision.low": "fp32", "precision.recovery": "fp32", "train.micro_batch_size": 4}
 PRECISIONS = {
     "exact": EXACT,
     "tied": EXACT | {"model.tie_embeddings": "true"},
@@ -131,7 +131,7 @@ class Difference:
 def case(name, settings, runs_dir, dataset):
     """Command-line options of a run of the tiny model."""
     where = {"data.datasets": f"[{dataset}]", "runs_dir": runs_dir, "name": name}
-    return options({**TINY, "train.micro_batch_size": 4, **settings, **where})
+    return options({**TINY, **settings, **where})
 
 
 def mode_case(name, runs_dir, dataset):
@@ -189,7 +189,6 @@ def instruction_cases(world_size, runs_dir, chats):
         "precision.recovery": "fp32",
         "data.sequence_length": 128,
         "data.split": "90,10,0",
-        "train.micro_batch_size": 2,
         "train.steps": INSTRUCTION_STEPS,
         "train.eval_interval": INSTRUCTION_STEPS,
     }

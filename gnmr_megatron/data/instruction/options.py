@@ -73,7 +73,7 @@ def chat_template(given: str | None, folder: Path) -> tuple[str, dict[str, str]]
     Raises:
         DataError: a file cannot be read.
     """
-    config = _tokenizer_config(folder)
+    config = tokenizer_config(folder)
     tokens = {
         name: _written(value)
         for name, value in config.items()
@@ -89,7 +89,12 @@ def chat_template(given: str | None, folder: Path) -> tuple[str, dict[str, str]]
     return found if isinstance(found, str) else DEFAULT_TEMPLATE, tokens
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """The content of a folder's tokenizer_config.json; empty where there is none.
+
+    Raises:
+        DataError: it cannot be read, or is no JSON object.
+    """
     path = folder / TOKENIZER_CONFIG
     if not path.is_file():
         return {}
